@@ -1,0 +1,55 @@
+"""What is refused when K-FAC is attached, before anything is hooked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dkfac.layers.find import Left
+from dkfac.layers.layer import Layer
+from dkfac.settings import Settings
+
+
+def resolve_settings(settings: Settings | None, options: dict[str, Any]) -> Settings:
+    if settings is not None and options:
+        raise ValueError(f"give settings=... or single options ({', '.join(options)}), not both")
+    known = set(Settings.__dataclass_fields__)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(f"KFAC has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    return settings if settings is not None else Settings(**options)
+
+
+def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"KFAC(model, ...) needs a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"KFAC(model, optimizer) needs a torch.optim.Optimizer, not {type(optimizer).__name__}; "
+            f"without one, use KFAC(model) and kfac.step(lr=...)"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS evaluates the loss several times per step and is second order itself; use SGD or AdamW")
+    if scaler is not None and not hasattr(scaler, "_get_scale_async"):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this release of dkfac runs in one process; torch.distributed has {dist.get_world_size()} ranks here, "
+            f"whose statistics would not be combined"
+        )
+
+
+def check_layers(layers: list[Layer], left: list[Left], attached: Collection[nn.Module]) -> None:
+    if not layers:
+        reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
+        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons})")
+    twice = [layer.name for layer in layers if layer.module in attached]
+    if twice:
+        raise RuntimeError(
+            f"layer {twice[0]!r} is already attached to another KFAC, which would precondition it twice; "
+            f"close() the other one first"
+        )

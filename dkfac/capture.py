@@ -1,0 +1,226 @@
+"""From the model's forward and backward to the tape.
+
+One autograd function on each layer's output keeps the layer's input and, in its backward, hands input and
+output gradient to the tape. What never gets a gradient is never counted, so evaluation, ``no_grad``, forwards
+without a backward and the recomputation of activation checkpointing need no rule. Under ``torch.compile`` the
+hand-over is an opaque operation whose Python runs at run time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dkfac import exact
+from dkfac.layers.norm import uses_batch_stats
+from dkfac.settings import Settings
+from dkfac.tape import Tape
+
+_TAPES: WeakValueDictionary[int, Tape] = WeakValueDictionary()
+_HANDLES = itertools.count()
+_TOKEN = torch.zeros(1)
+"""The operation below says it changes this, so that compilers keep every call of it."""
+
+
+@torch.library.custom_op("dkfac::record", mutates_args=("token",))
+def _record(
+    x: Tensor,
+    g: Tensor,
+    token: Tensor,
+    handle: int,
+    index: int,
+    examples: int,
+    terms: int,
+    batch_stats: bool,
+) -> None:
+    tape = _TAPES.get(handle)
+    if tape is not None:
+        tape.record(index, x, g, examples, terms, batch_stats)
+
+
+@_record.register_fake
+def _(
+    x: Tensor,
+    g: Tensor,
+    token: Tensor,
+    handle: int,
+    index: int,
+    examples: int,
+    terms: int,
+    batch_stats: bool,
+) -> None:
+    return None
+
+
+class _Capture(torch.autograd.Function):
+    """The identity, in place: returning a view instead would forbid in-place activations after the layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, handle: int, index: int, examples: int, terms: int, batch_stats: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.call = (handle, index, examples, terms, batch_stats)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        handle, index, examples, terms, batch_stats = ctx.call
+        if torch.compiler.is_compiling():
+            torch.ops.dkfac.record(x, g, _TOKEN, handle, index, examples, terms, batch_stats)
+        else:
+            tape = _TAPES.get(handle)
+            if tape is not None:
+                if torch.is_grad_enabled():
+                    raise RuntimeError(
+                        f"layer {tape.layers[index].name!r} is differentiated twice (create_graph=True): dkfac "
+                        f"cannot tell the gradient's gradient from the loss's. Detach K-FAC for such losses "
+                        f"(gradient penalties, physics-informed networks)."
+                    )
+                tape.record(index, x, g, examples, terms, batch_stats)
+        return g, None, None, None, None, None, None
+
+
+class Probe:
+    """What the hooks of one attachment share: where the model is in its forward, and whether to measure.
+
+    A deep copy or a pickle of a model carries an inert probe: the copy trains without K-FAC.
+    """
+
+    def __init__(self, tape: Tape, settings: Settings, *, has_scaler: bool) -> None:
+        self.measuring = True
+        self.examples = -1
+        self.terms = -1
+        self.batch_dim = settings.batch_dim
+        self.loss_terms = settings.loss_terms
+        self.exact_loss = settings.exact_loss if settings.fisher == "exact" else None
+        self.has_scaler = has_scaler
+        self.handle = next(_HANDLES)
+        self.tape: Tape | None = tape
+        _TAPES[self.handle] = tape
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Hook the model and its layers; returns the handles that remove the hooks."""
+        assert self.tape is not None
+        handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self), with_kwargs=True)]
+        for index, layer in enumerate(self.tape.layers):
+            handles.append(layer.module.register_forward_hook(LayerHook(self, index, layer.name)))
+        if self.exact_loss is not None:
+            handles.append(model.register_forward_hook(OutputHook(self)))
+        return handles
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
+        return inert_probe()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (inert_probe, ())
+
+
+def inert_probe() -> Probe:
+    """Return a probe that measures nothing."""
+    probe = Probe.__new__(Probe)
+    probe.measuring = False
+    probe.tape = None
+    return probe
+
+
+class ModelHook:
+    """Before the model's forward: how many examples and how many terms of the loss are there?"""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        probe = self.probe
+        if not probe.measuring:
+            return
+        first = _first_tensor(args, kwargs)
+        if first is None or first.ndim <= probe.batch_dim:
+            return
+        probe.examples = first.shape[probe.batch_dim]
+        if isinstance(probe.loss_terms, int):
+            probe.terms = probe.loss_terms
+        elif probe.loss_terms == "batch":
+            probe.terms = probe.examples
+        elif first.is_floating_point() and first.ndim > 2:
+            probe.terms = first.numel() // first.shape[-1]
+        else:
+            probe.terms = first.numel()
+
+
+class LayerHook:
+    """After a layer's forward: put the capture on its output, if a gradient will come."""
+
+    def __init__(self, probe: Probe, index: int, name: str) -> None:
+        self.probe = probe
+        self.index = index
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        probe = self.probe
+        if not probe.measuring or not output.requires_grad:
+            return None
+        if probe.terms < 0:
+            raise RuntimeError(
+                f"layer {self.name!r} ran, but the model that K-FAC was attached to did not (or got no tensor with "
+                f"a dimension {probe.batch_dim}), so the number of examples is unknown: attach K-FAC to the module "
+                f"that you call, or set loss_terms and batch_dim"
+            )
+        if output.dtype == torch.float16 and not probe.has_scaler and _weight_dtype(module) != torch.float16:
+            raise RuntimeError(
+                f"layer {self.name!r} runs in float16 under autocast: pass KFAC(..., grad_scaler=scaler), so that "
+                f"the loss scale does not enter the statistics"
+            )
+        if not torch.compiler.is_compiling() and probe.tape is not None:
+            probe.tape.enter()
+        x = args[0]
+        return _Capture.apply(  # type: ignore[no-untyped-call]
+            output, x.detach(), probe.handle, self.index, probe.examples, probe.terms, uses_batch_stats(module)
+        )
+
+
+class OutputHook:
+    """After the model's forward, exact Fisher only: propagate the Hessian's root when the loss's gradient comes."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tape, loss = self.probe.tape, self.probe.exact_loss
+        if not self.probe.measuring or tape is None or loss is None:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError('fisher="exact" runs extra backward passes and does not go with torch.compile')
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            if isinstance(output, Tensor):
+                return
+            raise TypeError(f'fisher="exact" needs a model that returns one tensor, not {type(output).__name__}')
+        by_token = self.probe.loss_terms == "token"
+        exact.check_output(output, loss, by_token=by_token)
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda _: exact.propagate(tape, output, loss, by_token=by_token)
+        )
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (tuple, list, dict)):
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    return leaf
+    return None
+
+
+def _weight_dtype(module: nn.Module) -> torch.dtype:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.dtype

@@ -1,0 +1,57 @@
+"""Warnings when K-FAC does not pay, each given once."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+PATIENCE = 200
+"""Steps before anything is judged."""
+
+
+class Watch:
+    """Looks at the share of time, the damping and the clipping, at each refresh."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, float] | None = None
+        self._num_dominated = 0
+        self._said: set[str] = set()
+
+    def look(self, step: int, *, kfac_seconds: float, dominated_share: float, clipped_share: float) -> None:
+        """Judge the run so far.
+
+        ``kfac_seconds``: spent inside K-FAC's part of the steps; ``dominated_share``: of the layers, those whose
+        damping exceeds their largest eigenvalue; ``clipped_share``: of the steps, those the KL clip shortened.
+        """
+        self._num_dominated = self._num_dominated + 1 if dominated_share > 0.5 else 0
+        now = time.perf_counter()
+        if self._start is None:
+            self._start = (now, kfac_seconds)
+            return
+        elapsed, ours = now - self._start[0], kfac_seconds - self._start[1]
+        if step < PATIENCE:
+            return
+        if ours > 0.75 * elapsed:
+            self._warn(
+                "time",
+                f"it takes {ours / elapsed:.0%} of the time of a step ({elapsed / max(elapsed - ours, 1e-9):.1f} times "
+                f'the step without it). Larger factor_interval and inverse_interval, solver="cholesky" or a smaller '
+                f"max_dim make it cheaper",
+            )
+        if self._num_dominated >= 3:
+            self._warn(
+                "damping",
+                f"damping exceeds the largest curvature in {dominated_share:.0%} of the layers, so the direction is "
+                f'the raw gradient\'s. Use less damping, or damping_mode="relative"',
+            )
+        if clipped_share > 0.99:
+            self._warn(
+                "clip",
+                'the KL clip shortened every step, so the learning rate has no effect. Use rescale="norm", a larger '
+                "kl_clip or a smaller lr",
+            )
+
+    def _warn(self, key: str, message: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(f"K-FAC may not be paying: {message}", stacklevel=2)

@@ -1,0 +1,107 @@
+"""A layer: a module that K-FAC preconditions, with its gradient in canonical form.
+
+Shapes: B = blocks (groups of a convolution, channels of a norm), O = out features,
+I = in features, one more where the bias is folded in. The canonical gradient is ``[B, O, I]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dkfac.plan.spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    module: nn.Module
+    spec: LayerSpec
+    has_bias: bool
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def kind(self) -> str:
+        return self.spec.kind
+
+    @property
+    def is_norm(self) -> bool:
+        return self.kind in ("norm-unit", "norm-joint")
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self.module.bias if self.has_bias else None
+        assert bias is None or isinstance(bias, Tensor)
+        return bias
+
+    @property
+    def bias_is_live(self) -> bool:
+        """Whether a bias is folded in and still trains; it may have been frozen after attach."""
+        bias = self.bias
+        return bias is not None and bias.requires_grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of factors and of all arithmetic: the parameter's, but at least float32."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield self.weight
+        if (bias := self.bias) is not None:
+            yield bias
+
+
+def read_grad(layer: Layer) -> Tensor | None:
+    """Return the gradient as ``[B, O, I]`` in the layer's arithmetic dtype; None if the weight has none.
+
+    A folded bias without a gradient (frozen after attach) counts as zero.
+    """
+    if layer.weight.grad is None:
+        return None
+    weight, bias = layer.weight.grad.to(layer.dtype), layer.bias
+    if layer.is_norm:
+        both = weight.reshape(1, -1)
+        if bias is not None:
+            both = torch.cat([both, _bias_grad(bias, layer.dtype).reshape(1, -1)])
+        return both.mT.unsqueeze(-1) if layer.kind == "norm-unit" else both.reshape(1, -1, 1)
+    if layer.kind in ("conv1d-transposed", "embedding"):
+        weight = weight.mT
+    blocks = layer.spec.factor("G").num_blocks
+    matrix = weight.reshape(blocks, weight.shape[0] // blocks, -1)
+    if bias is not None:
+        column = _bias_grad(bias, layer.dtype).reshape(blocks, -1, 1)
+        matrix = torch.cat([matrix, column], dim=-1)
+    return matrix
+
+
+def split_grad(layer: Layer, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return ``(parameter, its part of a canonical gradient)`` for the parameters that have a gradient."""
+    bias = layer.bias
+    if layer.is_norm:
+        unit = layer.kind == "norm-unit"
+        both = grad.squeeze(-1).mT if unit else grad.reshape(2 if bias is not None else 1, -1)
+        weight_part, bias_part = both[0], both[-1]
+    else:
+        weight_part = grad if bias is None else grad[..., :-1]
+        bias_part = grad[..., -1]
+        if layer.kind in ("conv1d-transposed", "embedding"):
+            weight_part = weight_part[0].mT
+    parts = [(layer.weight, weight_part.reshape(layer.weight.shape))]
+    if bias is not None and bias.grad is not None:
+        parts.append((bias, bias_part.reshape(bias.shape)))
+    return parts
+
+
+def _bias_grad(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(bias, dtype=dtype) if bias.grad is None else bias.grad.to(dtype)

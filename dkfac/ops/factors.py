@@ -1,0 +1,85 @@
+"""Sums of outer products: what the factors A, G and F are made of.
+
+Shapes: N = examples, S = shared positions, B = blocks, D = features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXAMPLE_ELEMENTS = 2**25
+"""Per-example gradients are formed for so many examples at a time that they have at most this many elements."""
+
+
+def gram(rows_NSBD: Tensor, *, ones: bool, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+    """Return ``sum over rows of r r^T`` as ``[B, D, D]``, with a feature that is always 1 appended if ``ones``.
+
+    ``weight`` in {0, 1}, shaped ``[N, S]``, leaves rows out, their 1 included. The 1 is never materialised:
+    its row is the sum of the others.
+    """
+    blocks, features = rows_NSBD.shape[2:]
+    if weight is not None:
+        rows_NSBD = rows_NSBD * weight[:, :, None, None].to(rows_NSBD.dtype)
+    rows = rows_NSBD.permute(2, 0, 1, 3).reshape(blocks, -1, features).to(dtype)
+    products = torch.bmm(rows.mT, rows) if blocks > 1 else (rows[0].mT @ rows[0]).unsqueeze(0)
+    if not ones:
+        return products
+    full = products.new_empty(blocks, features + 1, features + 1)
+    total = rows.sum(1)
+    full[:, :-1, :-1] = products
+    full[:, :-1, -1] = total
+    full[:, -1, :-1] = total
+    full[:, -1, -1] = rows.shape[1] if weight is None else weight.sum()
+    return full
+
+
+def mean_over_positions(rows_NSBD: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``[N, 1, B, D]``: each example's mean over its (kept) positions."""
+    rows_NSBD = rows_NSBD.to(dtype)
+    if weight is None:
+        return rows_NSBD.mean(1, keepdim=True)
+    weight = weight.to(dtype)
+    kept = weight.sum(1).clamp(min=1)
+    return torch.einsum("nsbd,ns->nbd", rows_NSBD, weight).div_(kept[:, None, None]).unsqueeze(1)
+
+
+def square_sum(rows_NSBD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the diagonal of ``gram``: ``[B, D]``."""
+    return rows_NSBD.to(dtype).square().sum((0, 1))
+
+
+def token_counts(index_NS: Tensor, valid_NS: Tensor | None, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return how often each token occurs, ``[1, num_tokens]``: the diagonal A of an embedding."""
+    counts = torch.zeros(num_tokens, dtype=dtype, device=index_NS.device)
+    ones = torch.ones_like(index_NS, dtype=dtype) if valid_NS is None else valid_NS.to(dtype)
+    return counts.index_add_(0, index_NS.reshape(-1), ones.reshape(-1)).unsqueeze(0)
+
+
+def token_mean_squares(index_NS: Tensor, valid_NS: Tensor | None, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return ``sum over examples of (share of the example's positions with this token)^2``, ``[1, num_tokens]``."""
+    ones = torch.ones_like(index_NS, dtype=dtype) if valid_NS is None else valid_NS.to(dtype)
+    shares = ones / ones.sum(1, keepdim=True).clamp(min=1)
+    total = torch.zeros(num_tokens, dtype=dtype, device=index_NS.device)
+    step = max(1, EXAMPLE_ELEMENTS // num_tokens)
+    for start in range(0, index_NS.shape[0], step):
+        index = index_NS[start : start + step]
+        per_example = total.new_zeros(index.shape[0], num_tokens)
+        per_example.scatter_add_(1, index, shares[start : start + step])
+        total += per_example.square().sum(0)
+    return total.unsqueeze(0)
+
+
+def gradient_square_sum(a_NSBI: Tensor, g_NSBO: Tensor) -> Tensor:
+    """Return ``sum over examples of (sum over positions of g a^T)^2``, ``[B, O, I]``: EKFAC's moments."""
+    examples, positions, blocks, inputs = a_NSBI.shape
+    outputs = g_NSBO.shape[-1]
+    if positions == 1:
+        a, g = a_NSBI[:, 0].square(), g_NSBO[:, 0].square()
+        return torch.einsum("nbo,nbi->boi", g, a)
+    total = a_NSBI.new_zeros(blocks, outputs, inputs)
+    step = max(1, EXAMPLE_ELEMENTS // max(1, blocks * outputs * inputs))
+    for start in range(0, examples, step):
+        a, g = a_NSBI[start : start + step], g_NSBO[start : start + step]
+        total += torch.einsum("nsbo,nsbi->nboi", g, a).square_().sum(0)
+    return total

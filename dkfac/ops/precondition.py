@@ -1,0 +1,87 @@
+"""Apply a decomposed Kronecker-factored curvature to a gradient.
+
+Shapes: B = blocks, O = out features, I = in features (+1 where the bias is folded in). The curvature is
+``A (x) G`` with A acting on I and G on O; norm layers have one factor F that acts on O.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse
+
+
+def spectrum(decompositions: dict[str, Eigen]) -> Tensor:
+    """Return the eigenvalues of the curvature in its eigenbasis, ``[B, O, I]``."""
+    if "F" in decompositions:
+        return decompositions["F"].values.unsqueeze(-1)
+    return decompositions["G"].values.unsqueeze(-1) * decompositions["A"].values.unsqueeze(-2)
+
+
+def rotate(grad_BOI: Tensor, decompositions: dict[str, Eigen], *, back: bool = False) -> Tensor:
+    """Return the gradient in the eigenbasis, or with ``back`` in the basis of the weights again."""
+    left = decompositions["F"] if "F" in decompositions else decompositions["G"]
+    right = decompositions.get("A")
+    if left.vectors is not None:
+        grad_BOI = (left.vectors if back else left.vectors.mT) @ grad_BOI
+    if right is not None and right.vectors is not None:
+        grad_BOI = grad_BOI @ (right.vectors.mT if back else right.vectors)
+    return grad_BOI
+
+
+def precondition_eigen(
+    grad_BOI: Tensor, decompositions: dict[str, Eigen], *, damping: Tensor | float, moments: Tensor | None = None
+) -> Tensor:
+    """Return ``(curvature + damping I)^-1 grad``, exact for the Kronecker approximation.
+
+    ``moments`` (EKFAC) replace the product of eigenvalues. With damping 0, directions without curvature are
+    left out: the pseudo-inverse.
+    """
+    rotated = rotate(grad_BOI, decompositions)
+    eigenvalues = spectrum(decompositions) if moments is None else moments
+    if isinstance(damping, float) and damping == 0.0:
+        floor = eigenvalues.amax() * torch.finfo(eigenvalues.dtype).eps * max(eigenvalues.shape[-2:])
+        rotated = torch.where(eigenvalues > floor, rotated / eigenvalues, 0)
+    else:
+        rotated = rotated / (eigenvalues + damping)
+    return rotate(rotated, decompositions, back=True)
+
+
+def precondition_inverse(grad_BOI: Tensor, inverses: dict[str, Inverse]) -> Tensor:
+    """Return ``G^-1 grad A^-1`` with the damped inverses."""
+    left = (inverses["F"] if "F" in inverses else inverses["G"]).matrix
+    grad_BOI = left.unsqueeze(-1) * grad_BOI if left.ndim == 2 else left @ grad_BOI
+    if "A" in inverses:
+        right = inverses["A"].matrix
+        grad_BOI = grad_BOI * right.unsqueeze(-2) if right.ndim == 2 else grad_BOI @ right
+    return grad_BOI
+
+
+def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[str, Tensor]:
+    """Split damping over the factors (factored Tikhonov): what is added to each factor, ``[B]``.
+
+    ``means`` are the factors' mean eigenvalues, ``[B]``; their ratio decides who gets how much.
+    """
+    if "F" in means:
+        return {"F": damping + torch.zeros_like(means["F"])}
+    a, g = means["A"], means["G"]
+    pi = torch.where((a > 0) & (g > 0), (a / g).sqrt(), 1.0)
+    root = torch.as_tensor(damping, dtype=pi.dtype, device=pi.device).sqrt()
+    return {"A": root * pi, "G": root / pi}
+
+
+def as_inverses(
+    decompositions: dict[str, Decomposition], means: dict[str, Tensor], damping: Tensor | float
+) -> dict[str, Inverse]:
+    """Return damped inverses for all factors, made from the eigenbasis where a factor has one."""
+    shifts = factored_damping(means, damping)
+    inverses: dict[str, Inverse] = {}
+    for key, decomposition in decompositions.items():
+        if isinstance(decomposition, Inverse):
+            inverses[key] = decomposition
+            continue
+        scale = (decomposition.values + shifts[key][:, None]).reciprocal()
+        vectors = decomposition.vectors
+        inverses[key] = Inverse(scale if vectors is None else (vectors * scale.unsqueeze(-2)) @ vectors.mT)
+    return inverses

@@ -1,0 +1,110 @@
+"""What K-FAC says of itself: one line at attach, a table, metrics."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dkfac.layers.find import Left
+from dkfac.layers.layer import Layer
+from dkfac.settings import Settings
+from dkfac.state import LayerState
+
+COUNTERS = (
+    "refreshes",
+    "fallbacks_float64",
+    "fallbacks_cholesky",
+    "fallbacks_kept",
+    "fallbacks_raw",
+    "skipped_batches",
+    "abandoned_steps",
+    "clipped_steps",
+)
+
+
+def announcement(layers: list[Layer], left: list[Left], settings: Settings, optimizer: Any) -> str:
+    """Return the one line that tells what was attached."""
+    ours = sum(layer.spec.grad_elements for layer in layers)
+    share = ours / max(1, ours + sum(item.num_parameters for item in left))
+    extra = sum(state_bytes(layer, settings) for layer in layers)
+    damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
+    with_what = type(optimizer).__name__ if optimizer is not None else "your own steps"
+    return (
+        f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
+        f"({settings.curvature}, {settings.solver}, damping {damping} {settings.damping_mode}, factors every "
+        f"{settings.factor_interval}, inverses every {settings.inverse_interval} steps, rescale {settings.rescale}); "
+        f"about {_size(extra)} extra memory; keep your lr and schedule"
+    )
+
+
+def state_bytes(layer: Layer, settings: Settings) -> int:
+    """Return the bytes K-FAC will keep for a layer."""
+    elements = layer.spec.state_elements
+    if settings.curvature == "ekfac" and not layer.is_norm and layer.kind != "embedding":
+        elements += layer.spec.grad_elements
+    return elements * layer.dtype.itemsize
+
+
+def warn_of_left(left: list[Left]) -> None:
+    tied = [item for item in left if item.warn]
+    if tied:
+        lines = "; ".join(f"layer {item.name!r} {item.reason}" for item in tied)
+        first = tied[0].name
+        warnings.warn(
+            f"K-FAC leaves shared weights to the optimizer, because their gradient is the sum of several uses: "
+            f"{lines}. To precondition one use with that use's statistics, exclude the other: skip=[{first!r}].",
+            stacklevel=4,
+        )
+
+
+def table(layers: list[Layer], left: list[Left], states: dict[str, LayerState]) -> str:
+    """Return what is preconditioned, with which dimensions, and what is left to the optimizer and why."""
+    rows = [("layer", "kind", "factors", "parameters", "")]
+    for layer in layers:
+        dims = " ".join(
+            f"{f.key}={f'{f.num_blocks}x' if f.num_blocks > 1 else ''}{f.dim}{'d' if f.form == 'diagonal' else ''}"
+            for f in layer.spec.factors
+        )
+        note = "" if states[layer.name].running else "not measured yet"
+        rows.append((layer.name, layer.kind, dims, f"{layer.spec.grad_elements:,}", note))
+    ours = sum(layer.spec.grad_elements for layer in layers)
+    others = sum(item.num_parameters for item in left)
+    lines = [f"KFAC: {len(layers)} layers, {ours:,} parameters preconditioned", *_align(rows)]
+    if left:
+        lines.append(f"left to the optimizer: {others:,} parameters")
+        lines += _align([(item.name, item.what, f"{item.num_parameters:,}", item.reason) for item in left])
+    return "\n".join(lines)
+
+
+def metrics(
+    step: int, settings: Settings, counters: dict[str, int], device: dict[str, Tensor], abandoned: int
+) -> dict[str, float]:
+    """Return a flat dict of floats."""
+    last = max(0, step - 1)
+    result = {
+        "step": float(step),
+        "damping": settings.at("damping", last),
+        "refreshes": float(counters["refreshes"]),
+        "skipped_batches": 0.0,
+        "abandoned_steps": float(abandoned),
+    }
+    for rung in ("float64", "cholesky", "kept", "raw"):
+        result[f"fallbacks_{rung}"] = float(counters[rung])
+    result |= {name: float(value) for name, value in device.items()}
+    return result
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"

@@ -1,0 +1,139 @@
+"""The stages of a step: average, decompose, precondition, rescale. Functions on layers and their states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.layers.layer import Layer, split_grad
+from dkfac.ops import precondition as ops
+from dkfac.ops.decompose import Inverse, mean_eigenvalue
+from dkfac.ops.rescale import kl_factor, match_norm
+from dkfac.refresh import Rung, refresh
+from dkfac.settings import Settings
+from dkfac.state import Average, LayerState, rotate_moments, silence_bias
+from dkfac.tape import BatchStatistics
+
+
+def all_finite(batch: Iterable[BatchStatistics], device: torch.device) -> Tensor:
+    """Whether every batch factor is finite, as a tensor. A factor with a bad entry has a bad trace."""
+    traces = [mean_eigenvalue(f).sum().to(device) for statistics in batch for f in statistics.factors.values()]
+    if not traces:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
+
+
+def average(layer: Layer, state: LayerState, batch: BatchStatistics, *, decay: float, good: Tensor) -> None:
+    """Absorb a layer's batch factors, and moments, into the running ones unless ``good`` is False."""
+    good = good.to(layer.weight.device)
+    for key, factor in batch.factors.items():
+        running = state.running.setdefault(key, Average.empty(factor))
+        running.update(factor, decay, good)
+        running.value = silence_bias(layer, key, running.value)
+    if batch.moments is not None:
+        if state.moments is None:
+            state.moments = Average.empty(batch.moments)
+        state.moments.update(batch.moments, decay, good)
+
+
+def decompose(layer: Layer, state: LayerState, settings: Settings, step: int) -> list[Rung]:
+    """Run a layer's factors through the guarded ladder; returns the rung of each. May wait for the device."""
+    if not all(bool(running.weight > 0) for running in state.running.values()):
+        return []
+    old_basis = state.basis()
+    factors = {key: running.mean() for key, running in state.running.items()}
+    state.means = {key: mean_eigenvalue(factor) for key, factor in factors.items()}
+    shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
+    rungs: list[Rung] = []
+    for key, factor in factors.items():
+        found, rung = refresh(factor, state.decompositions.get(key), settings.solver, shifts[key])
+        rungs.append(rung)
+        state.failures[key] = state.failures.get(key, 0) + 1 if rung in ("kept", "raw") else 0
+        if state.failures[key] >= settings.max_failures:
+            raise RuntimeError(
+                f"factor {key} of layer {layer.name!r} could not be decomposed {state.failures[key]} times in a row "
+                f"(max_failures={settings.max_failures}); its running value has a mean eigenvalue of "
+                f"{float(state.means[key].mean()):.3g}. More damping, a smaller lr, or skip=[{layer.name!r}] helps."
+            )
+        if found is not None:
+            state.decompositions[key] = found
+    state.decomposed_at = step
+    new_basis = state.basis()
+    if state.moments is not None:
+        if old_basis is None or new_basis is None:
+            state.moments = None
+        else:
+            state.moments.value = rotate_moments(state.moments.value, old_basis, new_basis)
+    return rungs
+
+
+def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:
+    damping = settings.at("norm_damping" if layer.is_norm else "damping", step)
+    if settings.damping_mode == "absolute" or damping == 0.0:
+        return damping
+    product = state.means["F"] if layer.is_norm else state.means["A"] * state.means["G"]
+    return damping * product.mean()
+
+
+def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:
+    """Whether damping exceeds a layer's largest eigenvalue. Waits for the device."""
+    basis = state.basis()
+    return basis is not None and bool(ops.spectrum(basis).amax() < damping_of(layer, state, settings, step))
+
+
+def direction(layer: Layer, state: LayerState, grad: Tensor, settings: Settings, step: int) -> Tensor:
+    """Return the preconditioned gradient; the gradient itself where the layer has no decomposition yet."""
+    if len(state.decompositions) < len(layer.spec.factors):
+        return grad
+    damping = damping_of(layer, state, settings, step)
+    basis = state.basis()
+    if basis is not None and settings.solver != "cholesky":
+        moments = None
+        if state.moments is not None:
+            measured = state.moments.weight > 0
+            moments = torch.where(measured, state.moments.mean(), ops.spectrum(basis))
+        return ops.precondition_eigen(grad, basis, damping=damping, moments=moments)
+    inverses = {key: d for key, d in state.decompositions.items() if isinstance(d, Inverse)}
+    if len(inverses) < len(state.decompositions):
+        inverses = ops.as_inverses(state.decompositions, state.means, damping)
+    return ops.precondition_inverse(grad, inverses)
+
+
+def scales(rescale: str, before: Tensor, after: Tensor) -> Tensor:
+    """Return what each layer's update is multiplied by, ``[layers]``, from the norms before and after."""
+    match rescale:
+        case "norm":
+            return match_norm(before, after)
+        case "norm-global":
+            return match_norm(before.square().sum().sqrt(), after.square().sum().sqrt()).expand(before.shape)
+    return torch.ones_like(before)
+
+
+def kl_scale(
+    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], kl_clip: float, grad_scale: Any, like: Tensor
+) -> Tensor:
+    """Return the KL clip's factor for all layers together.
+
+    ``rates``: learning rates by the parameters' ids; ``grad_scale``: what a fused optimizer will still divide
+    gradients by, or None.
+    """
+    products: list[Tensor] = []
+    factors: list[Tensor | float] = []
+    scale = 1.0 if grad_scale is None else grad_scale.to(like.device)
+    for layer, update in zip(layers, updates, strict=True):
+        for parameter, part in split_grad(layer, update):
+            assert parameter.grad is not None
+            products.append((part * parameter.grad).sum().to(like.device, like.dtype) / (scale * scale))
+            rate = rates[id(parameter)]
+            factors.append(rate if isinstance(rate, Tensor) else float(rate))
+    return kl_factor(products, factors, kl_clip)
+
+
+def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the Euclidean norm of each, ``[len(tensors)]``, at least in float32, on one device."""
+    found = [n.to(device) for n in torch._foreach_norm(tensors)]
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
+    return torch.stack([n.to(dtype) for n in found])

@@ -1,0 +1,220 @@
+"""The settings of K-FAC: one frozen, validated definition for API, command line and files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+Scheduled = float | Callable[[int], float]
+"""A number, or a function from the step (counted from 0) to a number."""
+
+DampingMode = Literal["absolute", "relative"]
+Rescale = Literal["norm", "norm-global", "kl-clip", "none"]
+Solver = Literal["eigen", "cholesky", "warm-eigen"]
+Curvature = Literal["kfac", "ekfac"]
+Fisher = Literal["empirical", "exact"]
+WeightSharing = Literal["expand", "reduce"]
+LossTerms = Literal["batch", "token"]
+Accumulate = Literal["mean", "sum", "terms"]
+NormForm = Literal["unit", "full", "diagonal", "off"]
+ExactLoss = Literal["cross-entropy", "mse"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    damping: Scheduled = 3e-4
+    """Added to the spectrum before inversion; same unit as the curvature of the loss."""
+
+    damping_mode: DampingMode = "absolute"
+    """``"relative"``: damping is multiplied by the layer's mean eigenvalue, so it survives another loss scale."""
+
+    factor_decay: Scheduled = 0.95
+    """Weight of the old running factor at each factor update; 0 keeps only the newest batch."""
+
+    factor_interval: int = 10
+    """Steps between measurements of the factors."""
+
+    inverse_interval: int = 100
+    """Steps between decompositions; a multiple of ``factor_interval``."""
+
+    warmup_refresh: tuple[int, int] | None = (10, 100)
+    """``(every, until)``: decompose every so many steps before step ``until``, and measure factors in the same
+    proportion as later (default: each step until step 100). None: one rhythm from the start."""
+
+    rescale: Rescale = "norm"
+    """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is."""
+
+    kl_clip: Scheduled = 1e-3
+    """Bound on the predicted change of the output distribution; used by ``rescale="kl-clip"`` alone."""
+
+    solver: Solver = "eigen"
+    """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved."""
+
+    curvature: Curvature = "kfac"
+    """``"ekfac"``: eigenvalues replaced by second moments of the gradient in the eigenbasis."""
+
+    fisher: Fisher = "empirical"
+    """``"exact"``: Gauss-Newton, one extra backward per model output on factor steps; needs ``exact_loss``."""
+
+    exact_loss: ExactLoss | None = None
+    """The loss whose Hessian ``fisher="exact"`` uses: mean ``cross-entropy``, or ``mse`` averaged over all outputs."""
+
+    weight_sharing: WeightSharing = "expand"
+    """Positions (pixels, tokens) as rows of their own, or averaged (input) and summed (gradient) per example."""
+
+    loss_terms: LossTerms | int = "batch"
+    """How many terms the loss is a mean of: examples, positions, or a number per backward pass."""
+
+    accumulate: Accumulate | None = None
+    """How micro-batch losses were combined: divided by their number (``"mean"``, assumed when None), not divided
+    (``"sum"``), or summed over all the step's terms and divided by their number (``"terms"``)."""
+
+    batch_dim: int = 0
+    """Dimension of the examples in the model's first input."""
+
+    norm_form: NormForm = "off"
+    """Curvature of norm layers: 2x2 per channel, all channels together, diagonal, or left to the optimizer."""
+
+    norm_damping: Scheduled | None = None
+    """Damping of norm layers; None: ``damping``."""
+
+    max_dim: int = 8192
+    """A factor larger than this is not formed: the layer is left to the optimizer and named."""
+
+    skip: tuple[str, ...] = ()
+    """Layers left to the optimizer: names, or patterns with ``*`` and ``?``."""
+
+    max_failures: int = 10
+    """Failed decompositions of one factor in a row after which the run raises."""
+
+    announce: bool = True
+    """Say in one line what was attached."""
+
+    def __post_init__(self) -> None:
+        for name, allowed, consequence in _CHOICES:
+            value = getattr(self, name)
+            options = get_args(allowed)
+            if name == "loss_terms" and isinstance(value, int) and not isinstance(value, bool):
+                if value < 1:
+                    raise _bad(name, value, "an integer >= 1", consequence)
+            elif value is None and name in ("accumulate", "exact_loss"):
+                continue
+            elif not isinstance(value, str) or value not in options:
+                text = ", ".join(repr(option) for option in options)
+                extra = " or an integer >= 1" if name == "loss_terms" else ""
+                raise _bad(name, value, f"one of {text}{extra}", consequence)
+        for name, low, high, low_open, consequence in _RANGES:
+            value = getattr(self, name)
+            if callable(value) or (value is None and name == "norm_damping"):
+                continue
+            bound = f"a number {'>' if low_open else '>='} {low:g}"
+            bound += f" and < {high:g}" if math.isfinite(high) else ""
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise _bad(name, value, f"{bound}, or a function of the step", consequence)
+            if value < low or (low_open and value == low) or value >= high:
+                raise _bad(name, value, f"{bound}, or a function of the step", consequence)
+        for name, least, consequence in _INTEGERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise _bad(name, value, f"an integer >= {least}", consequence)
+        self._check_rhythm()
+        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
+            raise _bad("skip", self.skip, "a list of layer names or patterns", "a bare string is many letters")
+        object.__setattr__(self, "skip", tuple(self.skip))
+        if not isinstance(self.announce, bool):
+            raise _bad("announce", self.announce, "True or False", "")
+        if self.fisher == "exact" and self.exact_loss is None:
+            raise ValueError(
+                'fisher="exact" needs exact_loss="cross-entropy" or "mse": the Hessian of the loss with '
+                "respect to the model's output cannot be read off a backward pass"
+            )
+        if self.curvature == "ekfac" and self.solver == "cholesky":
+            raise ValueError(
+                'curvature="ekfac" lives in eigenbases, which solver="cholesky" does not compute; '
+                'use solver="eigen" or "warm-eigen"'
+            )
+
+    def _check_rhythm(self) -> None:
+        if self.inverse_interval % self.factor_interval:
+            raise ValueError(
+                f"inverse_interval ({self.inverse_interval}) must be a multiple of factor_interval "
+                f"({self.factor_interval}): decomposing between factor updates repeats the previous result"
+            )
+        warmup: Any = self.warmup_refresh
+        if warmup is None:
+            return
+        whole = isinstance(warmup, (tuple, list)) and len(warmup) == 2
+        if not whole or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in warmup):
+            raise _bad(
+                "warmup_refresh", warmup, "None or (every, until), integers >= 1", "early steps use it as a rhythm"
+            )
+        object.__setattr__(self, "warmup_refresh", tuple(warmup))
+
+    def rhythm(self, step: int) -> tuple[bool, bool]:
+        """Return whether this step measures factors and whether it decomposes them; step 0 does both."""
+        factor_every, inverse_every = self.factor_interval, self.inverse_interval
+        if self.warmup_refresh is not None:
+            every, until = self.warmup_refresh
+            if step < until and every < inverse_every:
+                factor_every = max(1, factor_every * every // inverse_every)
+                inverse_every = max(1, every // factor_every) * factor_every
+        return step % factor_every == 0, step % inverse_every == 0
+
+    def at(self, name: str, step: int) -> float:
+        """Return a scheduled setting's value at a step, checked as the constant is."""
+        value = getattr(self, name)
+        if value is None and name == "norm_damping":
+            return self.at("damping", step)
+        if not callable(value):
+            return float(value)
+        result = value(step)
+        if isinstance(result, bool) or not isinstance(result, (int, float)):
+            raise TypeError(f"{name}({step}) returned {result!r}; a schedule returns a number")
+        for field_name, low, high, low_open, consequence in _RANGES:
+            if field_name == name and not (low <= result < high and not (low_open and result == low)):
+                raise _bad(f"{name}({step})", result, f"a number from {low:g} to {high:g}", consequence)
+        return float(result)
+
+    def describe(self) -> dict[str, str | int | float | bool | list[int] | list[str] | None]:
+        """Return the settings as plain values; a schedule shows as ``"<function>"``."""
+        plain: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            plain[field.name] = list(value) if isinstance(value, tuple) else value
+            if callable(value):
+                plain[field.name] = "<function>"
+        return plain
+
+
+def _bad(name: str, value: object, allowed: str, consequence: str) -> ValueError:
+    tail = f": {consequence}" if consequence else ""
+    return ValueError(f"{name}={value!r} is not {allowed}{tail}")
+
+
+_CHOICES: tuple[tuple[str, Any, str], ...] = (
+    ("damping_mode", DampingMode, "it decides the unit of damping"),
+    ("rescale", Rescale, "it decides the length of each update"),
+    ("solver", Solver, "it decides how factors are inverted"),
+    ("curvature", Curvature, "it decides the eigenvalues in use"),
+    ("fisher", Fisher, "it decides which gradients G is made of"),
+    ("exact_loss", ExactLoss, "it decides the Hessian that is propagated back"),
+    ("weight_sharing", WeightSharing, "it decides how positions enter the factors"),
+    ("loss_terms", LossTerms, "the scale of G, and so the meaning of damping, depends on it"),
+    ("accumulate", Accumulate, "the scale of G depends on how micro-batch losses were combined"),
+    ("norm_form", NormForm, "it decides the curvature of norm layers"),
+)
+_RANGES: tuple[tuple[str, float, float, bool, str], ...] = (
+    ("damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),
+    ("norm_damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),
+    ("factor_decay", 0.0, 1.0, False, "at 1 the first batch would never be forgotten and no later one averaged in"),
+    ("kl_clip", 0.0, math.inf, True, "at 0 every update would be zero"),
+)
+_INTEGERS: tuple[tuple[str, int, str], ...] = (
+    ("factor_interval", 1, "it counts optimizer steps"),
+    ("inverse_interval", 1, "it counts optimizer steps"),
+    ("batch_dim", 0, "it is a dimension of the model's first input, counted from the front"),
+    ("max_dim", 1, "no factor could be formed"),
+    ("max_failures", 1, "it counts failed decompositions in a row"),
+)

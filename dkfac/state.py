@@ -1,0 +1,80 @@
+"""The tensors that live longer than a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dkfac.layers.layer import Layer
+from dkfac.ops.decompose import Decomposition, Eigen
+
+
+@dataclass(slots=True)
+class Average:
+    """A decaying average that carries its weight, so that it is unbiased from the first value on."""
+
+    value: Tensor
+    weight: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor) -> Average:
+        return cls(torch.zeros_like(like), torch.zeros((), dtype=like.dtype, device=like.device))
+
+    def update(self, batch: Tensor, decay: float, good: Tensor) -> None:
+        """Absorb a batch unless ``good`` (on the device) is False."""
+        self.value = torch.where(good, self.value * decay + batch, self.value)
+        self.weight = torch.where(good, self.weight * decay + 1, self.weight)
+
+    def mean(self) -> Tensor:
+        return self.value / self.weight
+
+
+@dataclass(slots=True)
+class LayerState:
+    running: dict[str, Average] = field(default_factory=dict)
+    decompositions: dict[str, Decomposition] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """Mean eigenvalue per block of each factor when it was decomposed, ``[B]``."""
+    moments: Average | None = None
+    decomposed_at: int = -1
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failed decompositions in a row, by factor."""
+
+    def basis(self) -> dict[str, Eigen] | None:
+        """Return the eigenbases in use if every factor has one."""
+        bases = {k: d for k, d in self.decompositions.items() if isinstance(d, Eigen)}
+        return bases if bases and len(bases) == len(self.decompositions) else None
+
+    def tensors(self) -> list[Tensor]:
+        averages = [*self.running.values(), *([] if self.moments is None else [self.moments])]
+        held = [t for average in averages for t in (average.value, average.weight)]
+        held += [t for d in self.decompositions.values() for t in d.tensors().values()]
+        return held + list(self.means.values())
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+
+def silence_bias(layer: Layer, key: str, factor: Tensor) -> Tensor:
+    """Return the factor without the bias's row and column, for a bias frozen after attach.
+
+    They become zero, not absent: the block of the weight is then exactly what it would be without a bias.
+    """
+    if key == "G" or not layer.has_bias or layer.bias_is_live:
+        return factor
+    keep = torch.ones(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    keep[-1 if layer.kind != "norm-joint" else slice(factor.shape[-1] // 2, None)] = 0
+    return factor * keep if layer.spec.factor(key).form == "diagonal" else factor * keep[:, None] * keep
+
+
+def rotate_moments(moments: Tensor, old: dict[str, Eigen], new: dict[str, Eigen]) -> Tensor:
+    """Return EKFAC's moments in a new basis, taking the old one to have been diagonal: squared rotations."""
+    for key, left in (("G", True), ("A", False)):
+        before, after = old[key].vectors, new[key].vectors
+        assert before is not None
+        assert after is not None
+        squares = (after.mT @ before).square()
+        moments = squares @ moments if left else moments @ squares.mT
+    return moments

@@ -1,0 +1,232 @@
+"""The statistics of one optimizer step: sums of outer products, and what they are to be divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from dkfac.layers.layer import Layer
+from dkfac.layers.rows import Rows, regroup, rows_of
+from dkfac.ops import factors as ops
+from dkfac.ops.decompose import Eigen
+from dkfac.plan.spec import FactorSpec
+from dkfac.settings import Settings
+
+
+@dataclass(slots=True)
+class Sums:
+    """One layer's sums over its calls in a step."""
+
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    moments: Tensor | None = None
+    rows: Tensor | float = 0.0
+    """What A is divided by: rows, or examples under ``reduce``."""
+
+
+@dataclass(slots=True)
+class BatchStatistics:
+    """One layer's batch factors, and EKFAC's batch moments where there was a basis to measure them in."""
+
+    factors: dict[str, Tensor]
+    moments: Tensor | None
+
+
+@dataclass(slots=True)
+class Terms:
+    """How many terms of the loss a backward pass was a mean of, and which positions count."""
+
+    number: Tensor | float
+    mask: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """Everything measured since the last step."""
+
+    layers: dict[str, Sums] = field(default_factory=dict)
+    num_passes: int = 0
+    terms: Tensor | float = 0.0
+    scaler_epoch: object = None
+
+
+class Tape:
+    """Collects what the hooks hand over in backward passes, until the optimizer steps."""
+
+    def __init__(self, layers: list[Layer], settings: Settings, scaler: Any = None) -> None:
+        self.layers = layers
+        self.settings = settings
+        self.window = Window()
+        self.num_abandoned = 0
+        self.bases: dict[str, dict[str, Eigen]] = {}
+        """EKFAC: the eigenbases in use."""
+        self.column: int | None = None
+        """Exact Fisher: which column of the Hessian's root is being propagated; None in the user's backward."""
+        self._scaler = scaler
+        self._pending_terms: Terms | None = None
+        self._terms: Terms | None = None
+        self._task = -1
+        self._counted = False
+
+    def set_terms(self, number: Tensor | float, mask: Tensor | None) -> None:
+        """Say what the next backward pass is a mean over."""
+        self._pending_terms = Terms(number, mask)
+
+    def discard(self) -> None:
+        """Forget what was measured since the last step."""
+        self.window = Window()
+
+    def enter(self) -> None:
+        """Note that a backward pass runs; all that happens before it ends belongs to one pass.
+
+        Reentrant checkpointing, and the exact Fisher, run backward passes inside a backward pass. The outer
+        one is seen first: it recomputes a forward, or runs the hook, that starts the inner one.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._task != -1 or task == -1:
+            return
+        self._task, self._counted = task, False
+        torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+        epoch = getattr(self._scaler, "_per_optimizer_states", None)
+        if self.window.num_passes and epoch is not self.window.scaler_epoch:
+            # ``scaler.update()`` ran (it replaces that table) and no step was taken: the scaler found an
+            # overflow and did not call the optimizer. That step's statistics are void.
+            self.discard()
+            self.num_abandoned += 1
+        self.window.scaler_epoch = epoch
+        self._terms, self._pending_terms = self._pending_terms, None
+
+    def leave(self) -> None:
+        self._task = -1
+
+    @property
+    def mask(self) -> Tensor | None:
+        return None if self._terms is None else self._terms.mask
+
+    def record(self, index: int, x: Tensor, g: Tensor, examples: int, terms: int, batch_stats: bool) -> None:
+        """Add one call of a layer, from inside its backward."""
+        layer = self.layers[index]
+        self.enter()
+        exact = self.settings.fisher == "exact"
+        if (exact and self.column is None) or (not exact and not reaches(layer.weight)):
+            return
+        number = float(terms) if self._terms is None else self._terms.number
+        if not self._counted:
+            self._counted = True
+            self.window.num_passes += 1
+            self.window.terms = self.window.terms + number
+        weight = 1.0 if exact or self.settings.accumulate == "terms" else number * number
+        sums = self.window.layers.setdefault(layer.name, Sums())
+        batch_dim = self.settings.batch_dim
+        with torch.no_grad():
+            for rows in rows_of(layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats):
+                self._add(layer, sums, rows, weight)
+
+    def gradient_scale(self) -> Tensor | float:
+        """What the loss, and so every gradient, is multiplied by for half precision."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return 1.0
+        scale: Tensor | float = self._scaler._get_scale_async()
+        return 1.0 if scale is None else scale
+
+    def take(self) -> dict[str, BatchStatistics]:
+        """Return the batch factors measured since the last call and start anew."""
+        window, self.window, self._task = self.window, Window(), -1
+        terms = window.terms
+        unit: Tensor | float = 1.0
+        if self.settings.fisher == "empirical":
+            match self.settings.accumulate:
+                case None | "mean":
+                    unit = float(window.num_passes) ** 2
+                case "terms":
+                    unit = terms * terms
+                case "sum":
+                    unit = 1.0
+        loss_scale = self.gradient_scale()
+        scale = unit / (terms * loss_scale * loss_scale) if window.num_passes else 1.0
+        result: dict[str, BatchStatistics] = {}
+        for name, sums in window.layers.items():
+            factors = {key: s / sums.rows if key == "A" else s * scale for key, s in sums.factors.items()}
+            result[name] = BatchStatistics(factors, None if sums.moments is None else sums.moments * scale)
+        return result
+
+    def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float) -> None:
+        for factor in layer.spec.factors:
+            if factor.key == "A":
+                if not self.column:
+                    value, count = self._input_sum(layer, factor, rows)
+                    sums.rows = sums.rows + count
+                    _accumulate(sums.factors, "A", value)
+            else:
+                _accumulate(sums.factors, factor.key, self._gradient_sum(layer, factor, rows) * weight)
+        basis = self.bases.get(layer.name)
+        if basis is not None and rows.a is not None and layer.kind != "embedding":
+            moments = _moments(layer, rows.a, rows, basis) * weight
+            sums.moments = moments if sums.moments is None else sums.moments.add_(moments)
+
+    def _input_sum(self, layer: Layer, factor: FactorSpec, rows: Rows) -> tuple[Tensor, Tensor | float]:
+        """Return the sum that A is made of and the number to divide it by."""
+        assert rows.a is not None
+        a, kept = rows.a, rows.valid
+        mask = self.mask
+        if mask is not None and mask.numel() == a.shape[0] * a.shape[1]:
+            mask = mask.reshape(a.shape[:2]).to(a.device, layer.dtype)
+            kept = mask if kept is None else kept * mask
+        reduce = self.settings.weight_sharing == "reduce"
+        if reduce:
+            a = regroup(a, rows.examples, layer.name)
+            kept = None if kept is None else regroup(kept, rows.examples, layer.name)
+        count: Tensor | float = float(a.shape[0] * (1 if reduce else a.shape[1]))
+        if not reduce and kept is not None:
+            count = kept.sum()
+        if factor.form == "diagonal":
+            diagonal = ops.token_mean_squares if reduce else ops.token_counts
+            return diagonal(a, kept, factor.dim, layer.dtype), count
+        if reduce:
+            a, kept = ops.mean_over_positions(a, kept, layer.dtype), None
+        return ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept), count
+
+    def _gradient_sum(self, layer: Layer, factor: FactorSpec, rows: Rows) -> Tensor:
+        g = rows.g
+        if factor.form == "diagonal":
+            return ops.square_sum(g, layer.dtype)
+        if factor.key == "G" and self.settings.weight_sharing == "reduce":
+            g = regroup(g, rows.examples, layer.name).to(layer.dtype).sum(1, keepdim=True)
+        return ops.gram(g, ones=False, dtype=layer.dtype)
+
+
+def reaches(weight: Tensor) -> bool:
+    """Whether the backward pass that runs now also computes this weight's gradient.
+
+    One for the input alone (adversarial examples, saliency) passes through the layer and must not count.
+    """
+    if not weight.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
+    except RuntimeError:  # autograd.grad with the weight among its inputs
+        return True
+
+
+def _moments(layer: Layer, a: Tensor, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
+    """Sum over examples of the squared gradient in the eigenbasis, ``[B, O, I]``."""
+    q_a, q_g = basis["A"].vectors, basis["G"].vectors
+    assert q_a is not None
+    assert q_g is not None
+    a = regroup(a, rows.examples, layer.name).to(layer.dtype)
+    g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
+    if layer.has_bias:
+        a = torch.einsum("nsbi,bij->nsbj", a, q_a[:, :-1]) + q_a[:, -1]
+    else:
+        a = torch.einsum("nsbi,bij->nsbj", a, q_a)
+    return ops.gradient_square_sum(a, torch.einsum("nsbo,bop->nsbp", g, q_g))
+
+
+def _accumulate(sums: dict[str, Tensor], key: str, value: Tensor) -> None:
+    if key in sums:
+        sums[key] += value
+    else:
+        sums[key] = value
