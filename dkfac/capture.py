@@ -111,7 +111,8 @@ class Probe:
         assert self.tape is not None
         handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self), with_kwargs=True)]
         for index, layer in enumerate(self.tape.layers):
-            handles.append(layer.module.register_forward_hook(LayerHook(self, index, layer.name)))
+            hook = LayerHook(self, index, layer.name)
+            handles.append(layer.module.register_forward_hook(hook, with_kwargs=True))
         if self.exact_loss is not None:
             handles.append(model.register_forward_hook(OutputHook(self)))
         return handles
@@ -139,8 +140,10 @@ class ModelHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         probe = self.probe
-        if not probe.measuring:
+        if not probe.measuring or not torch.is_grad_enabled():
             return
+        if not torch.compiler.is_compiling() and probe.tape is not None:
+            probe.tape.outside()
         first = _first_tensor(args, kwargs)
         if first is None or first.ndim <= probe.batch_dim:
             return
@@ -163,9 +166,13 @@ class LayerHook:
         self.index = index
         self.name = name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         probe = self.probe
-        if not probe.measuring or not output.requires_grad:
+        if not probe.measuring:
+            return None
+        if not torch.compiler.is_compiling() and probe.tape is not None:
+            probe.tape.enter()
+        if not output.requires_grad or not _weight(module).requires_grad:
             return None
         if probe.terms < 0:
             raise RuntimeError(
@@ -173,14 +180,12 @@ class LayerHook:
                 f"a dimension {probe.batch_dim}), so the number of examples is unknown: attach K-FAC to the module "
                 f"that you call, or set loss_terms and batch_dim"
             )
-        if output.dtype == torch.float16 and not probe.has_scaler and _weight_dtype(module) != torch.float16:
+        if output.dtype == torch.float16 and not probe.has_scaler and _weight(module).dtype != torch.float16:
             raise RuntimeError(
                 f"layer {self.name!r} runs in float16 under autocast: pass KFAC(..., grad_scaler=scaler), so that "
                 f"the loss scale does not enter the statistics"
             )
-        if not torch.compiler.is_compiling() and probe.tape is not None:
-            probe.tape.enter()
-        x = args[0]
+        x = args[0] if args else next(iter(kwargs.values()))
         return _Capture.apply(  # type: ignore[no-untyped-call]
             output, x.detach(), probe.handle, self.index, probe.examples, probe.terms, uses_batch_stats(module)
         )
@@ -220,7 +225,7 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     return None
 
 
-def _weight_dtype(module: nn.Module) -> torch.dtype:
+def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return weight.dtype
+    return weight

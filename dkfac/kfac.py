@@ -62,6 +62,7 @@ class KFAC:
         self._device: dict[str, Tensor] = {}
         self._health = health.Watch()
         self._checked_capture = False
+        self._said_accumulation = False
         self._closed = False
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
@@ -182,13 +183,18 @@ class KFAC:
     def _run(self, lr: float | None) -> None:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
         parameters = self._parameters()
-        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [g._values() if g.is_sparse else g for g in gradients]
         device = gradients[0].device if gradients else self.layers[0].weight.device
         good = self._finite(gradients, device)
         good_batch = good
         if self._probe.measuring:
+            num_passes = self._tape.window.num_passes
+            self._check_accumulation(num_passes)
             with self._timer.stage("average", device):
-                good_batch = self._average(self._tape.take(), good, device)
+                batch = self._tape.take()
+                self._check_capture(batch, num_passes)
+                good_batch = self._average(batch, good, device)
         with self._timer.stage("decompose", device):
             self._decompose()
         with self._timer.stage("precondition", device):
@@ -202,10 +208,10 @@ class KFAC:
     def _plan_next(self) -> None:
         """Decide what the coming step measures, before its forward."""
         self._probe.measuring, self._decomposing = self.settings.rhythm(self._step)
+        self._probe.examples = self._probe.terms = -1
 
     def _average(self, batch: dict[str, BatchStatistics], good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
-        self._check_capture(batch)
         good = good & run.all_finite(batch.values(), device)
         decay = self.settings.at("factor_decay", self._step)
         for name, statistics in batch.items():
@@ -297,12 +303,23 @@ class KFAC:
             layer.name: basis
             for layer in self.layers
             if layer.kind in ("linear", "conv", "conv1d-transposed")
+            and layer.name not in self._tape.without_moments
             and (basis := self._states[layer.name].basis()) is not None
         }
 
-    def _check_capture(self, batch: dict[str, BatchStatistics]) -> None:
+    def _check_accumulation(self, num_passes: int) -> None:
+        if num_passes > 1 and self.settings.accumulate is None and not self._said_accumulation:
+            self._said_accumulation = True
+            warnings.warn(
+                f"{num_passes} backward passes were accumulated in one step: K-FAC assumes that each loss was divided "
+                f'by their number. Say so with accumulate="mean", or "sum" where losses were not divided, or "terms" '
+                f"where they were summed over all terms of the step and divided by their number.",
+                stacklevel=2,
+            )
+
+    def _check_capture(self, batch: dict[str, BatchStatistics], num_passes: int) -> None:
         """At the first measured step: did every layer that got a gradient pass through its hook?"""
-        if self._checked_capture:
+        if self._checked_capture or (num_passes and not batch):  # an empty batch tells nothing
             return
         self._checked_capture = True
         trained = [layer.name for layer in self.layers if layer.weight.grad is not None]

@@ -56,7 +56,9 @@ def _attempt(factor: Tensor, old: Decomposition | None, solver: Solver, shift: T
             found = decompose.warm_eigen(factor, old)
         else:
             found = decompose.eigen(factor)
-    except decompose.LinAlgError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # LinAlgError, or a solver library's own error
         return None
     if not decompose.is_finite(found):
         return None

@@ -14,13 +14,17 @@ from dkfac.ops.decompose import Inverse, mean_eigenvalue
 from dkfac.ops.rescale import kl_factor, match_norm
 from dkfac.refresh import Rung, refresh
 from dkfac.settings import Settings
-from dkfac.state import Average, LayerState, rotate_moments, silence_bias
+from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silence_bias
 from dkfac.tape import BatchStatistics
 
 
 def all_finite(batch: Iterable[BatchStatistics], device: torch.device) -> Tensor:
-    """Whether every batch factor is finite, as a tensor. A factor with a bad entry has a bad trace."""
-    traces = [mean_eigenvalue(f).sum().to(device) for statistics in batch for f in statistics.factors.values()]
+    """Whether every batch factor, and moment, is finite, as a tensor. A factor with a bad entry has a bad trace."""
+    traces: list[Tensor] = []
+    for statistics in batch:
+        traces += [mean_eigenvalue(f).sum().to(device) for f in statistics.factors.values()]
+        if statistics.moments is not None:
+            traces.append(statistics.moments.sum().to(device))
     if not traces:
         return torch.ones((), dtype=torch.bool, device=device)
     return torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
@@ -45,7 +49,7 @@ def decompose(layer: Layer, state: LayerState, settings: Settings, step: int) ->
         return []
     old_basis = state.basis()
     factors = {key: running.mean() for key, running in state.running.items()}
-    state.means = {key: mean_eigenvalue(factor) for key, factor in factors.items()}
+    state.means = {key: mean_of_live(layer, key, factor) for key, factor in factors.items()}
     shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
     rungs: list[Rung] = []
     for key, factor in factors.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer
-from dkfac.ops.decompose import Decomposition, Eigen
+from dkfac.ops.decompose import Decomposition, Eigen, mean_eigenvalue
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class LayerState:
     def basis(self) -> dict[str, Eigen] | None:
         """Return the eigenbases in use if every factor has one."""
         bases = {k: d for k, d in self.decompositions.items() if isinstance(d, Eigen)}
-        return bases if bases and len(bases) == len(self.decompositions) else None
+        return bases if bases and len(bases) == len(self.running) else None
 
     def tensors(self) -> list[Tensor]:
         averages = [*self.running.values(), *([] if self.moments is None else [self.moments])]
@@ -62,11 +62,24 @@ def silence_bias(layer: Layer, key: str, factor: Tensor) -> Tensor:
 
     They become zero, not absent: the block of the weight is then exactly what it would be without a bias.
     """
-    if key == "G" or not layer.has_bias or layer.bias_is_live:
+    if not _bias_is_silent(layer, key):
         return factor
     keep = torch.ones(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     keep[-1 if layer.kind != "norm-joint" else slice(factor.shape[-1] // 2, None)] = 0
     return factor * keep if layer.spec.factor(key).form == "diagonal" else factor * keep[:, None] * keep
+
+
+def mean_of_live(layer: Layer, key: str, factor: Tensor) -> Tensor:
+    """Return the factor's mean eigenvalue per block, ``[B]``, over the rows that are not silenced."""
+    mean = mean_eigenvalue(factor)
+    if not _bias_is_silent(layer, key):
+        return mean
+    dim = factor.shape[-1]
+    return mean * (dim / (dim // 2 if layer.kind == "norm-joint" else dim - 1))
+
+
+def _bias_is_silent(layer: Layer, key: str) -> bool:
+    return key != "G" and layer.has_bias and not layer.bias_is_live
 
 
 def rotate_moments(moments: Tensor, old: dict[str, Eigen], new: dict[str, Eigen]) -> Tensor:

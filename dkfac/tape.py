@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from dkfac.ops.decompose import Eigen
 from dkfac.plan.spec import FactorSpec
 from dkfac.settings import Settings
 
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+
 
 @dataclass(slots=True)
 class Sums:
@@ -25,6 +28,9 @@ class Sums:
     moments: Tensor | None = None
     rows: Tensor | float = 0.0
     """What A is divided by: rows, or examples under ``reduce``."""
+    last_call: tuple[int, int | None] = (0, None)
+    """The backward pass, and column of the exact Fisher, that the last call belonged to."""
+    called_again: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +68,9 @@ class Tape:
         self.window = Window()
         self.num_abandoned = 0
         self.bases: dict[str, dict[str, Eigen]] = {}
-        """EKFAC: the eigenbases in use."""
+        """EKFAC: the eigenbases in use, of the layers whose moments are measured."""
+        self.without_moments: set[str] = set()
+        """EKFAC: layers whose moments cannot be measured."""
         self.column: int | None = None
         """Exact Fisher: which column of the Hessian's root is being propagated; None in the user's backward."""
         self._scaler = scaler
@@ -102,6 +110,12 @@ class Tape:
     def leave(self) -> None:
         self._task = -1
 
+    def outside(self) -> None:
+        """Note a forward outside any backward pass. A pass that has not ended by then died of an exception."""
+        if self._task != -1 and torch._C._current_graph_task_id() == -1:
+            self._task = -1
+            self.discard()
+
     @property
     def mask(self) -> Tensor | None:
         return None if self._terms is None else self._terms.mask
@@ -118,8 +132,13 @@ class Tape:
             self._counted = True
             self.window.num_passes += 1
             self.window.terms = self.window.terms + number
+        if g.numel() == 0:
+            return
         weight = 1.0 if exact or self.settings.accumulate == "terms" else number * number
         sums = self.window.layers.setdefault(layer.name, Sums())
+        call = (self.window.num_passes, self.column)
+        sums.called_again |= call == sums.last_call
+        sums.last_call = call
         batch_dim = self.settings.batch_dim
         with torch.no_grad():
             for rows in rows_of(layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats):
@@ -135,6 +154,8 @@ class Tape:
     def take(self) -> dict[str, BatchStatistics]:
         """Return the batch factors measured since the last call and start anew."""
         window, self.window, self._task = self.window, Window(), -1
+        if not window.layers:
+            return {}
         terms = window.terms
         unit: Tensor | float = 1.0
         if self.settings.fisher == "empirical":
@@ -146,7 +167,7 @@ class Tape:
                 case "sum":
                     unit = 1.0
         loss_scale = self.gradient_scale()
-        scale = unit / (terms * loss_scale * loss_scale) if window.num_passes else 1.0
+        scale = unit / (terms * loss_scale * loss_scale)
         result: dict[str, BatchStatistics] = {}
         for name, sums in window.layers.items():
             factors = {key: s / sums.rows if key == "A" else s * scale for key, s in sums.factors.items()}
@@ -163,7 +184,17 @@ class Tape:
             else:
                 _accumulate(sums.factors, factor.key, self._gradient_sum(layer, factor, rows) * weight)
         basis = self.bases.get(layer.name)
-        if basis is not None and rows.a is not None and layer.kind != "embedding":
+        if basis is not None and sums.called_again:
+            # An example's gradient is the sum over the calls, which are seen one at a time.
+            self.bases.pop(layer.name)
+            sums.moments = None
+            self.without_moments.add(layer.name)
+            warnings.warn(
+                f'layer {layer.name!r} is called several times per example: curvature="ekfac" keeps K-FAC\'s '
+                f"eigenvalues for it",
+                stacklevel=2,
+            )
+        elif basis is not None and rows.a is not None:
             moments = _moments(layer, rows.a, rows, basis) * weight
             sums.moments = moments if sums.moments is None else sums.moments.add_(moments)
 
@@ -206,7 +237,9 @@ def reaches(weight: Tensor) -> bool:
     if not weight.requires_grad:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
+        with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):  # a compiled backward runs us below autograd
+            node = get_gradient_edge(weight).node
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad with the weight among its inputs
         return True
 

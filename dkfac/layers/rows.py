@@ -6,6 +6,7 @@ kinds differ in a few lines each and the regrouping by example is common to all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
         return x.reshape(1, 1, -1)
     if 0 < batch_dim < x.ndim - 1 and x.shape[batch_dim] == examples:
         x = x.movedim(batch_dim, 0)
-    return x.reshape(x.shape[0], -1, x.shape[-1])
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
 def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int) -> Iterator[Rows]:
@@ -84,11 +85,7 @@ def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int) -> Iterat
     num_spatial = len(module.kernel_size)
     if x.ndim == num_spatial + 1:
         x, g = x.unsqueeze(0), g.unsqueeze(0)
-    if x.shape[0] == 0:
-        return
-    taps = 1
-    for size in module.kernel_size:
-        taps *= size
+    taps = math.prod(module.kernel_size)
     positions = g[0, 0].numel()
     bytes_per_example = max(1, positions * module.in_channels * taps * x.element_size())
     # A layer may see several images per example (frames); a piece never ends inside an example.
@@ -114,10 +111,7 @@ def _patches(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
     x = x.reshape(x.shape[0], module.groups, -1, *x.shape[2:]) if module.groups > 1 else x.unsqueeze(1)
     order = (0, *range(3, 3 + num_spatial), 1, 2, *range(3 + num_spatial, 3 + 2 * num_spatial))
     x = x.permute(order)
-    positions = 1
-    for size in x.shape[1 : 1 + num_spatial]:
-        positions *= size
-    return x.reshape(x.shape[0], positions, module.groups, -1)
+    return x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + num_spatial]), module.groups, -1)
 
 
 def conv_padding(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:

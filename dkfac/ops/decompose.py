@@ -56,7 +56,9 @@ def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:
     if factor.ndim == 2 or old.vectors is None:
         return eigen(factor)
     factor = symmetric(factor)
-    image = factor @ old.vectors
+    # Largest first: each direction is freed of the larger ones before it, not swamped by those after it.
+    order = old.values.argsort(dim=-1, descending=True)
+    image = factor @ old.vectors.gather(-1, order.unsqueeze(-2).expand_as(old.vectors))
     basis = _cholesky_qr(_cholesky_qr(image))
     if not is_orthonormal(basis):
         basis = torch.linalg.qr(image).Q

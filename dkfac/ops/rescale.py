@@ -10,8 +10,8 @@ from torch import Tensor
 
 def match_norm(before: Tensor, after: Tensor) -> Tensor:
     """Return the factor that gives a vector of norm ``after`` the norm ``before``; zero stays zero."""
-    tiny = torch.finfo(after.dtype).tiny
-    return before / after.clamp(min=tiny)
+    limits = torch.finfo(after.dtype)
+    return torch.where(after > limits.tiny, (before / after).clamp(max=limits.max), 1.0)
 
 
 def kl_factor(products: Sequence[Tensor], rates: Sequence[Tensor | float], kl_clip: float) -> Tensor:
