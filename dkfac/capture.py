@@ -32,15 +32,14 @@ def _record(
     x: Tensor,
     g: Tensor,
     token: Tensor,
+    sizes: Tensor,
     handle: int,
     index: int,
-    examples: int,
-    terms: int,
     batch_stats: bool,
 ) -> None:
     tape = _TAPES.get(handle)
     if tape is not None:
-        tape.record(index, x, g, examples, terms, batch_stats)
+        tape.record(index, x, g, sizes, batch_stats)
 
 
 @_record.register_fake
@@ -48,33 +47,35 @@ def _(
     x: Tensor,
     g: Tensor,
     token: Tensor,
+    sizes: Tensor,
     handle: int,
     index: int,
-    examples: int,
-    terms: int,
     batch_stats: bool,
 ) -> None:
     return None
 
 
 class _Capture(torch.autograd.Function):
-    """The identity, in place: returning a view instead would forbid in-place activations after the layer."""
+    """The identity, in place: returning a view instead would forbid in-place activations after the layer.
+
+    While compiling it is a copy, which the compiler fuses away: torch 2.11 takes the marked tensor for a view.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, handle: int, index: int, examples: int, terms: int, batch_stats: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.call = (handle, index, examples, terms, batch_stats)
+    def forward(ctx: Any, y: Tensor, x: Tensor, sizes: Tensor, handle: int, index: int, batch_stats: bool) -> Tensor:
+        ctx.save_for_backward(x, sizes)
+        ctx.call = (handle, index, batch_stats)
+        if torch.compiler.is_compiling():
+            return y.clone()
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        handle, index, examples, terms, batch_stats = ctx.call
+        x, sizes = ctx.saved_tensors
+        handle, index, batch_stats = ctx.call
         if torch.compiler.is_compiling():
-            torch.ops.dkfac.record(x, g, _TOKEN, handle, index, examples, terms, batch_stats)
+            torch.ops.dkfac.record(x, g, _TOKEN, sizes, handle, index, batch_stats)
         else:
             tape = _TAPES.get(handle)
             if tape is not None:
@@ -84,8 +85,8 @@ class _Capture(torch.autograd.Function):
                         f"cannot tell the gradient's gradient from the loss's. Detach K-FAC for such losses "
                         f"(gradient penalties, physics-informed networks)."
                     )
-                tape.record(index, x, g, examples, terms, batch_stats)
-        return g, None, None, None, None, None, None
+                tape.record(index, x, g, sizes, batch_stats)
+        return g, None, None, None, None, None
 
 
 class Probe:
@@ -96,8 +97,6 @@ class Probe:
 
     def __init__(self, tape: Tape, settings: Settings, *, has_scaler: bool) -> None:
         self.measuring = True
-        self.examples = -1
-        self.terms = -1
         self.batch_dim = settings.batch_dim
         self.loss_terms = settings.loss_terms
         self.exact_loss = settings.exact_loss if settings.fisher == "exact" else None
@@ -105,6 +104,13 @@ class Probe:
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
         _TAPES[self.handle] = tape
+        self.sizes: Tensor | None = None
+        """Examples and terms of the model's forward now running, as a tensor: a compiled block is not
+        specialised on its values, as it would be on numbers. None: unknown."""
+
+    def forget_counts(self) -> None:
+        """Between steps: what the last forward had says nothing of the next."""
+        self.sizes = None
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hook the model and its layers; returns the handles that remove the hooks."""
@@ -147,15 +153,16 @@ class ModelHook:
         first = _first_tensor(args, kwargs)
         if first is None or first.ndim <= probe.batch_dim:
             return
-        probe.examples = first.shape[probe.batch_dim]
+        examples = first.shape[probe.batch_dim]
         if isinstance(probe.loss_terms, int):
-            probe.terms = probe.loss_terms
+            terms = probe.loss_terms
         elif probe.loss_terms == "batch":
-            probe.terms = probe.examples
+            terms = examples
         elif first.is_floating_point() and first.ndim > 2:
-            probe.terms = first.numel() // first.shape[-1]
+            terms = first.numel() // first.shape[-1]
         else:
-            probe.terms = first.numel()
+            terms = first.numel()
+        probe.sizes = torch.tensor([examples, terms], device="cpu")
 
 
 class LayerHook:
@@ -174,7 +181,7 @@ class LayerHook:
             probe.tape.enter()
         if not output.requires_grad or not _weight(module).requires_grad:
             return None
-        if probe.terms < 0:
+        if probe.sizes is None:
             raise RuntimeError(
                 f"layer {self.name!r} ran, but the model that K-FAC was attached to did not (or got no tensor with "
                 f"a dimension {probe.batch_dim}), so the number of examples is unknown: attach K-FAC to the module "
@@ -187,7 +194,7 @@ class LayerHook:
             )
         x = args[0] if args else next(iter(kwargs.values()))
         return _Capture.apply(  # type: ignore[no-untyped-call]
-            output, x.detach(), probe.handle, self.index, probe.examples, probe.terms, uses_batch_stats(module)
+            output, x.detach(), probe.sizes, probe.handle, self.index, uses_batch_stats(module)
         )
 
 

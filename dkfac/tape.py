@@ -81,6 +81,8 @@ class Tape:
 
     def set_terms(self, number: Tensor | float, mask: Tensor | None) -> None:
         """Say what the next backward pass is a mean over."""
+        if isinstance(number, Tensor):
+            number = number.detach().to(torch.float64)  # integers would divide to float32
         self._pending_terms = Terms(number, mask)
 
     def discard(self) -> None:
@@ -120,13 +122,14 @@ class Tape:
     def mask(self) -> Tensor | None:
         return None if self._terms is None else self._terms.mask
 
-    def record(self, index: int, x: Tensor, g: Tensor, examples: int, terms: int, batch_stats: bool) -> None:
-        """Add one call of a layer, from inside its backward."""
+    def record(self, index: int, x: Tensor, g: Tensor, sizes: Tensor, batch_stats: bool) -> None:
+        """Add one call of a layer, from inside its backward. ``sizes``: examples and terms, on the CPU."""
         layer = self.layers[index]
         self.enter()
         exact = self.settings.fisher == "exact"
         if (exact and self.column is None) or (not exact and not reaches(layer.weight)):
             return
+        examples, terms = sizes.tolist()
         number = float(terms) if self._terms is None else self._terms.number
         if not self._counted:
             self._counted = True
@@ -204,6 +207,8 @@ class Tape:
         a, kept = rows.a, rows.valid
         mask = self.mask
         if mask is not None and mask.numel() == a.shape[0] * a.shape[1]:
+            if 0 < self.settings.batch_dim < mask.ndim and a.shape[0] == rows.examples:
+                mask = mask.movedim(self.settings.batch_dim, 0)
             mask = mask.reshape(a.shape[:2]).to(a.device, layer.dtype)
             kept = mask if kept is None else kept * mask
         reduce = self.settings.weight_sharing == "reduce"

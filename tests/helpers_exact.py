@@ -117,6 +117,7 @@ NORMS = {
     "group-vector": lambda: (nn.GroupNorm(2, 4), randn(5, 4)),
     "group-folded": lambda: (Folded(nn.GroupNorm(2, 4)), randn(5, 2, 4, 3)),
     "rms": lambda: (nn.RMSNorm(4), randn(5, 3, 4)),
+    "rms-small-inputs": lambda: (nn.RMSNorm(4), 1e-8 * randn(5, 3, 4)),  # as small as the default eps
     "rms-eps": lambda: (nn.RMSNorm((2, 3), eps=1e-2), randn(5, 4, 2, 3)),
 }
 

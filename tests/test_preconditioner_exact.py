@@ -1,4 +1,4 @@
-"""R01: preconditioned gradients are those of the dense solve, to 1e-8 in float64; 20 steps equal the oracle's."""
+"""R01: preconditioned gradients are those of the dense solve, to 1e-8 in float64."""
 
 import copy
 import itertools
@@ -8,7 +8,6 @@ import pytest
 import reference as ref
 import torch
 from helpers_exact import (
-    EXACT,
     LAYERS,
     NORMS,
     PLAIN,
@@ -21,8 +20,6 @@ from helpers_exact import (
     oracle_factors,
     randn,
     square_loss,
-    token_loss,
-    tokens,
 )
 from torch import nn
 
@@ -82,6 +79,27 @@ def test_without_damping_directions_without_curvature_are_left_out(kind):
     options = {"damping": 0.0, "norm_form": "full", "weight_sharing": "reduce"}
     _, before, after = one_step(model, x, target, **options)
     assert_solved(after[name], oracle_direction(factors, before[name], 0, form="full"))
+
+
+@pytest.mark.parametrize("kind", ["conv", "norm"])
+def test_without_damping_a_block_is_judged_by_its_own_scale(kind):
+    """One group or channel a billion times smaller than another is solved all the same."""
+    scales = torch.tensor([1.0, 1e-9], dtype=torch.float64)
+    if kind == "conv":
+        model = nn.Sequential(nn.Conv1d(2, 2, 2, groups=2)).double()
+        x, target = randn(8, 2, 3), randn(8, 2, 2) * scales[:, None]
+        nn.init.zeros_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+    else:
+        model = nn.Sequential(nn.GroupNorm(1, 2)).double()
+        x, target = randn(8, 2, 3), randn(8, 2, 3) * scales[:, None]
+        nn.init.zeros_(model[0].weight)
+    factors = oracle_factors(model, x, target, ["0"])["0"]
+    _, before, after = one_step(model, x, target, damping=0.0)
+    expected = oracle_direction(factors, before["0"], 0)
+    order = (0, 1) if kind == "conv" else (slice(0, None, 2), slice(1, None, 2))
+    for block in order:
+        assert_solved(after["0"][block], expected[block])
 
 
 def test_damping_is_scheduled_without_being_kept_in_the_decomposition():
@@ -231,107 +249,3 @@ def test_ekfac_keeps_kfacs_eigenvalues_for_a_module_called_twice_and_says_so():
     assert "moments" not in saved["layer"]
     assert "moments" in saved["last"]
     assert [str(w.message).split(":")[0] for w in caught] == ["layer 'layer' is called several times per example"]
-
-
-# Twenty steps against the oracle
-
-
-def perceptron():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def normed():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def convolutional():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
-
-
-def language():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Embedding(7, 3, padding_idx=0), nn.RMSNorm(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7))
-
-
-def train_both(factory, batches, loss, terms, *, momentum=0.0, lr=0.05, **options):
-    """Return the parameters after training with dkfac and with the oracle."""
-    model = factory().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    with KFAC(model, optimizer, **(EXACT | {"norm_form": "unit"} | options)) as kfac:
-        names = [layer.name for layer in kfac.layers]
-        for x, target in batches:
-            optimizer.zero_grad()
-            (loss(model(x), target) / terms(x)).backward()
-            optimizer.step()
-    settings = ref.ReferenceSettings(lr=lr, momentum=momentum, **options)
-    oracle = ref.ReferenceKFAC(factory, names, loss, settings)
-    oracle.run(batches)
-    return [p.detach() for p in model.parameters()], [p.detach() for p in oracle.model.parameters()]
-
-
-@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip", "none"])
-@pytest.mark.parametrize(("solver", "curvature"), [("eigen", "kfac"), ("cholesky", "kfac"), ("eigen", "ekfac")])
-def test_twenty_steps_with_momentum_equal_the_oracles(solver, curvature, rescale):
-    batches = [(randn(8, 3), randn(8, 2)) for _ in range(20)]
-    rhythm = {"factor_interval": 2, "inverse_interval": 4, "factor_decay": 0.9}
-    options = {"solver": solver, "curvature": curvature, "rescale": rescale, "damping": 0.1} | rhythm
-    ours, theirs = train_both(perceptron, batches, square_loss, len, momentum=0.9, **options)
-    for p, q in zip(ours, theirs, strict=True):
-        assert_close(p, q)
-
-
-@pytest.mark.parametrize("change", [{}, {"damping_mode": "relative"}, {"weight_sharing": "reduce"}])
-@pytest.mark.parametrize(
-    ("factory", "batch", "loss", "loss_terms"),
-    [
-        (normed, lambda: (randn(8, 3), randn(8, 2)), square_loss, "batch"),
-        (convolutional, lambda: (randn(6, 2, 3, 3), randn(6, 2)), square_loss, "batch"),
-        (language, lambda: (tokens(4, 5), tokens(4, 5)), token_loss, "token"),
-    ],
-)
-def test_twenty_steps_of_other_networks_equal_the_oracles(factory, batch, loss, loss_terms, change):
-    batches = [batch() for _ in range(20)]
-    terms = (lambda x: x.numel()) if loss_terms == "token" else len
-    options = {"damping": 0.01, "loss_terms": loss_terms, "inverse_interval": 2} | change
-    ours, theirs = train_both(factory, batches, loss, terms, **options)
-    for p, q in zip(ours, theirs, strict=True):
-        assert_close(p, q)
-
-
-def test_the_kl_clip_takes_each_parameters_own_lr():
-    """Weights and biases in groups of their own; the clip is one number for all of them."""
-    model = perceptron().double()
-    x, target = randn(8, 3), randn(8, 2)
-    rates = {"0.weight": 0.3, "0.bias": 0.02, "2.weight": 0.1, "2.bias": 0.0}
-    groups = [{"params": [p], "lr": rates[name]} for name, p in model.named_parameters()]
-    factors = oracle_factors(model, x, target, ["0", "2"])
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    with KFAC(model, optimizer, **(EXACT | {"rescale": "kl-clip", "kl_clip": 1e-4, "damping": 1e-2})):
-        (square_loss(model(x), target) / 8).backward()
-        raw = {name: p.grad.clone() for name, p in model.named_parameters()}
-        start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        v = {}
-        for name in ("0", "2"):
-            solved = oracle_direction(factors[name], ref.gradient_blocks(model.get_submodule(name)), 1e-2)[0]
-            v |= {f"{name}.weight": solved[:, :-1], f"{name}.bias": solved[:, -1]}
-        optimizer.step()
-    clipped = ref.kl_clip(v, raw, rates, 1e-4)
-    assert clipped["0.weight"].norm() < 0.5 * v["0.weight"].norm()
-    for name, p in model.named_parameters():
-        assert_close(p.detach(), start[name] - rates[name] * clipped[name])
-
-
-@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip", "none"])
-def test_a_layer_with_a_zero_gradient_keeps_it(rescale):
-    model = perceptron().double()
-    torch.nn.init.zeros_(model[2].weight)
-    x, target = randn(8, 3), randn(8, 2)
-    with KFAC(model, **(EXACT | {"rescale": rescale})) as kfac:
-        (square_loss(model(x), target) / 8).backward()
-        kfac.step(lr=0.1)
-    assert model[0].weight.grad.eq(0).all()
-    assert model[2].weight.grad.isfinite().all()
-    assert model[2].weight.grad.ne(0).all()

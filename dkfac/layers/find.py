@@ -109,15 +109,17 @@ def find_layers(
         reason = f"skip={pattern!r}" if pattern is not None else _reason(module, parents.get(id(module)), allowed)
         layer: Layer | None = None
         if reason is None:
-            layer = _build(name, module, settings)
+            layer = _build(name, module, settings, allowed)
             reason = _form_reason(layer, settings)
         tied = [] if reason else _shared_with(module, name, users, settings)
         if tied:
             reason = f"shares its weight with {', '.join(repr(other) for other in tied)}"
         if reason is None and layer is not None:
             layers.append(layer)
-            if not layer.has_bias and getattr(module, "bias", None) is not None:
-                left.append(_left(name + ".bias", module, [module.bias], "the bias is frozen"))
+            bias = module._parameters.get("bias")
+            if bias is not None and not layer.has_bias:
+                why = "not in the optimizer" if bias.requires_grad else "frozen"
+                left.append(_left(name + ".bias", module, [bias], why))
         else:
             assert reason is not None
             left.append(_left(name, module, own, reason, warn=bool(tied)))
@@ -156,9 +158,9 @@ def _reason(module: nn.Module, parent: nn.Module | None, allowed: set[int] | Non
     return None
 
 
-def _build(name: str, module: nn.Module, settings: Settings) -> Layer:
+def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] | None) -> Layer:
     bias = module._parameters.get("bias")
-    has_bias = bias is not None and bias.requires_grad
+    has_bias = bias is not None and bias.requires_grad and (allowed is None or id(bias) in allowed)
     kind, factors = _factors(module, has_bias, settings)
     weight = module._parameters["weight"]
     assert weight is not None

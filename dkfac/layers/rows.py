@@ -77,6 +77,8 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
         return x.reshape(1, 1, -1)
     if 0 < batch_dim < x.ndim - 1 and x.shape[batch_dim] == examples:
         x = x.movedim(batch_dim, 0)
+    elif batch_dim == 1 and examples > 0 and x.shape[0] != examples and x.shape[0] % examples == 0:
+        x = x.reshape(-1, examples, *x.shape[1:]).movedim(1, 0)  # flattened with the examples inside
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 

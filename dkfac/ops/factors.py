@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
 EXAMPLE_ELEMENTS = 2**25
 """Per-example gradients are formed for so many examples at a time that they have at most this many elements."""
 
@@ -21,12 +23,17 @@ def gram(rows_NSBD: Tensor, *, ones: bool, dtype: torch.dtype, weight: Tensor | 
     blocks, features = rows_NSBD.shape[2:]
     if weight is not None:
         rows_NSBD = rows_NSBD * weight[:, :, None, None].to(rows_NSBD.dtype)
-    rows = rows_NSBD.permute(2, 0, 1, 3).reshape(blocks, -1, features).to(dtype)
-    products = torch.bmm(rows.mT, rows) if blocks > 1 else (rows[0].mT @ rows[0]).unsqueeze(0)
+    rows = rows_NSBD.permute(2, 0, 1, 3).reshape(blocks, -1, features)
+    if rows.is_cuda and rows.dtype.itemsize == 2 and dtype == torch.float32 and _HAS_OUT_DTYPE:
+        # Products of half-precision numbers are exact in float32, in which tensor cores add them up.
+        products = torch.bmm(rows.mT, rows, out_dtype=dtype)
+    else:
+        rows = rows.to(dtype)
+        products = torch.bmm(rows.mT, rows) if blocks > 1 else (rows[0].mT @ rows[0]).unsqueeze(0)
     if not ones:
         return products
     full = products.new_empty(blocks, features + 1, features + 1)
-    total = rows.sum(1)
+    total = rows.sum(1, dtype=dtype)
     full[:, :-1, :-1] = products
     full[:, :-1, -1] = total
     full[:, -1, :-1] = total

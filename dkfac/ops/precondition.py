@@ -41,7 +41,8 @@ def precondition_eigen(
     rotated = rotate(grad_BOI, decompositions)
     eigenvalues = spectrum(decompositions) if moments is None else moments
     if isinstance(damping, float) and damping == 0.0:
-        floor = eigenvalues.amax() * torch.finfo(eigenvalues.dtype).eps * max(eigenvalues.shape[-2:])
+        largest = eigenvalues.amax((-2, -1), keepdim=True)
+        floor = largest * torch.finfo(eigenvalues.dtype).eps * max(eigenvalues.shape[-2:])
         rotated = torch.where(eigenvalues > floor, rotated / eigenvalues, 0)
     else:
         rotated = rotated / (eigenvalues + damping)

@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     """Return the flags, checked; a bad one ends the program with code 2 before anything starts."""
     parser = argparse.ArgumentParser(prog="dkfac.recipes.demo", description=__doc__)
     parser.add_argument("--epochs", type=_integer("epochs", 1, 200), help="length of each run (default 10)")
-    parser.add_argument("--seeds", type=_integer("seeds", 1, 20), help="starts to compare from (default 3)")
+    parser.add_argument("--seeds", type=_integer("seeds", 1, 20), help="starts to compare from (default 5)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the plot (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 epochs and 1 seed, where not given: only to see it run")
     flags = parser.parse_args(argv)
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None) -> Options:
         flags.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --out: out={str(flags.out)!r} is not a folder that can be made: {error.strerror}")
-    epochs, seeds = (2, 1) if flags.quick else (10, 3)
+    epochs, seeds = (2, 1) if flags.quick else (10, 5)
     return Options(flags.epochs or epochs, flags.seeds or seeds, flags.out)
 
 
