@@ -1,7 +1,20 @@
 """Distributed K-FAC for PyTorch: second-order training added to a training script with one line."""
 
-from dkfac.kfac import KFAC
+from typing import TYPE_CHECKING, Any
+
 from dkfac.settings import Settings
+
+if TYPE_CHECKING:
+    from dkfac.kfac import KFAC
 
 __all__ = ["KFAC", "Settings", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import KFAC, and with it torch, on first use: plans are made without torch."""
+    if name == "KFAC":
+        from dkfac.kfac import KFAC
+
+        return KFAC
+    raise AttributeError(f"module 'dkfac' has no attribute {name!r}")

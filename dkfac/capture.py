@@ -14,11 +14,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from dkfac import exact
 from dkfac.layers.norm import uses_batch_stats
-from dkfac.settings import Settings
+from dkfac.settings import ExactLoss, Settings
 from dkfac.tape import Tape
 
 _TAPES: WeakValueDictionary[int, Tape] = WeakValueDictionary()
@@ -87,6 +88,27 @@ class _Capture(torch.autograd.Function):
                     )
                 tape.record(index, x, g, sizes, batch_stats)
         return g, None, None, None, None, None
+
+
+class _Output(torch.autograd.Function):
+    """The identity on the model's output; its backward runs the exact Fisher's passes first."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, handle: int, loss: ExactLoss, by_token: bool) -> Tensor:
+        ctx.save_for_backward(y.detach().clone())
+        ctx.call = (handle, loss, by_token)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        handle, loss, by_token = ctx.call
+        tape = _TAPES.get(handle)
+        if tape is not None:
+            edge = GradientEdge(*ctx.next_functions[0])
+            exact.propagate(tape, y, edge, loss, by_token=by_token)
+        return g, None, None, None
 
 
 class Probe:
@@ -204,21 +226,20 @@ class OutputHook:
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tape, loss = self.probe.tape, self.probe.exact_loss
-        if not self.probe.measuring or tape is None or loss is None:
-            return
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.probe.measuring:
+            return None
+        loss = self.probe.exact_loss
+        assert loss is not None
         if torch.compiler.is_compiling():
             raise RuntimeError('fisher="exact" runs extra backward passes and does not go with torch.compile')
         if not isinstance(output, Tensor) or not output.requires_grad:
             if isinstance(output, Tensor):
-                return
+                return None
             raise TypeError(f'fisher="exact" needs a model that returns one tensor, not {type(output).__name__}')
         by_token = self.probe.loss_terms == "token"
         exact.check_output(output, loss, by_token=by_token)
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda _: exact.propagate(tape, output, loss, by_token=by_token)
-        )
+        return _Output.apply(output, self.probe.handle, loss, by_token)  # type: ignore[no-untyped-call]
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer
@@ -41,9 +40,14 @@ def save(
 
 def load(saved: dict[str, Any], layers: dict[str, Layer]) -> Loaded:
     """Return the parts of a saved state, checked against the layers and moved to their devices."""
+    if not isinstance(saved, dict):
+        raise TypeError(f"a K-FAC state is a dict as state_dict() returns it, not {_what(saved)}")
     version = saved.get("version")
     if version != VERSION:
         raise ValueError(f"K-FAC state has version {version!r}; this dkfac reads version {VERSION}")
+    for part, kind in {"step": int, "counters": dict, "device_counters": dict, "layers": dict}.items():
+        if not isinstance(saved.get(part), kind):
+            raise ValueError(f"the K-FAC state's {part!r} is {_what(saved.get(part))}, not {kind.__name__}")
     found = saved["layers"]
     missing, extra = [n for n in layers if n not in found], [n for n in found if n not in layers]
     if missing or extra:
@@ -74,18 +78,22 @@ def _save_layer(state: LayerState, decompositions: bool) -> dict[str, Any]:
     return saved
 
 
-def _load_layer(saved: dict[str, Any], layer: Layer) -> LayerState:
+def _load_layer(saved: Any, layer: Layer) -> LayerState:
+    if not isinstance(saved, dict) or not isinstance(saved.get("running"), dict):
+        raise TypeError(f"the state of layer {layer.name!r} is {_what(saved)}, not a dict with running factors")
     state = LayerState()
+    known = {factor.key: factor for factor in layer.spec.factors}
+    unknown = [key for key in (*saved["running"], *saved.get("decompositions", {})) if key not in known]
+    if unknown:
+        raise ValueError(f"the state of layer {layer.name!r} has a factor {unknown[0]!r}; the layer has {list(known)}")
     for key, average in saved["running"].items():
-        shape = layer.spec.factor(key).shape
-        if tuple(average["value"].shape) != shape:
-            raise ValueError(
-                f"factor {key} of layer {layer.name!r} has shape {list(average['value'].shape)} in the state and "
-                f"{list(shape)} in the model"
-            )
         state.running[key] = _average(average, layer)
+        _same_shape(layer, key, state.running[key].value, known[key].shape)
     if "decompositions" in saved:
         for key, tensors in saved["decompositions"].items():
+            factor = known[key]
+            for name, tensor in tensors.items():
+                _same_shape(layer, key, _place(tensor, layer), factor.shape if name != "values" else factor.row_shape)
             state.decompositions[key] = from_tensors({n: _place(t, layer) for n, t in tensors.items()})
         state.means = {key: _place(t, layer) for key, t in saved["means"].items()}
         state.decomposed_at = int(saved["decomposed_at"])
@@ -99,7 +107,19 @@ def _average(saved: dict[str, Tensor], layer: Layer) -> Average:
     return Average(_place(saved["value"], layer), _place(saved["weight"], layer))
 
 
-def _place(tensor: Tensor, layer: Layer) -> Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"the state of layer {layer.name!r} holds a {type(tensor).__name__} where a tensor belongs")
+def _place(tensor: Any, layer: Layer) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"the state of layer {layer.name!r} holds {_what(tensor)} where a tensor belongs")
     return tensor.to(layer.weight.device, layer.dtype, copy=True)
+
+
+def _same_shape(layer: Layer, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"factor {key} of layer {layer.name!r} has shape {list(tensor.shape)} in the state and {list(shape)} in "
+            f"the model"
+        )
+
+
+def _what(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

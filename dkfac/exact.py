@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from dkfac.settings import ExactLoss
 from dkfac.tape import Tape, reaches
@@ -42,8 +43,11 @@ def columns(output: Tensor, loss: ExactLoss, *, by_token: bool) -> Iterator[Tens
         yield column
 
 
-def propagate(tape: Tape, output: Tensor, loss: ExactLoss, *, by_token: bool) -> None:
-    """Run the extra backward passes, from inside the user's; the tape records them instead of the user's."""
+def propagate(tape: Tape, output: Tensor, edge: GradientEdge, loss: ExactLoss, *, by_token: bool) -> None:
+    """Run the extra backward passes, from inside the user's; the tape records them instead of the user's.
+
+    ``edge``: where the output's gradient enters the model's graph.
+    """
     weights = [layer.weight for layer in tape.layers if layer.weight.requires_grad]
     if tape.column is not None or not any(reaches(weight) for weight in weights):
         return
@@ -54,6 +58,6 @@ def propagate(tape: Tape, output: Tensor, loss: ExactLoss, *, by_token: bool) ->
             if mask is not None and mask.shape == column.shape[:-1]:
                 column = column * mask.to(column).unsqueeze(-1)
             tape.column = index
-            torch.autograd.grad(output, weights, column * scale, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(edge, weights, column * scale, retain_graph=True, allow_unused=True)
     finally:
         tape.column = None

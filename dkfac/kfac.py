@@ -85,6 +85,8 @@ class KFAC:
                 "this KFAC is attached to an optimizer, whose step() preconditions already; "
                 "use KFAC(model) for a loop that calls kfac.step() itself"
             )
+        if self._closed:
+            raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
         self._run(lr)
 
     def set_terms(self, n: Tensor | float, mask: Tensor | None = None) -> None:

@@ -71,8 +71,8 @@ def test_both_sides_start_from_the_same_weights_and_see_the_same_batches(monkeyp
     seen: list[list[torch.Tensor]] = []
     build = digits.build_model
 
-    def spy(seed):
-        model = build(seed)
+    def spy(seed, **options):
+        model = build(seed, **options)
         seen.append([p.detach().clone() for p in model.parameters()])
         model.register_forward_pre_hook(lambda m, args: seen[-1].append(args[0].clone()) if m.training else None)
         return model
@@ -85,13 +85,13 @@ def test_both_sides_start_from_the_same_weights_and_see_the_same_batches(monkeyp
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def test_a_curve_has_four_points_an_epoch_and_learns():
-    points = digits.train(digits.load(), digits.Recipe(epochs=3), {"announce": False})
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_curve_has_four_points_an_epoch_and_learns(batch_norm):
+    points = digits.train(digits.load(), digits.Recipe(epochs=3, batch_norm=batch_norm), {"announce": False})
     assert len(points) == 12
     assert points[-1].epochs == 3
     assert all(a.seconds < b.seconds for a, b in pairwise(points))
     assert points[-1].accuracy > 0.9
-    assert points[-1].train_loss < 0.3 * points[0].train_loss
 
 
 def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
@@ -110,13 +110,15 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
     [
         ([curve(0.9, 0.96, 0.98)], [curve(0.97)], "K-FAC wins: 1.00 against 3.00, 67% less, ahead in 1 of 1 seeds"),
         ([curve(0.97)], [curve(0.9, 0.97)], "SGD wins: 1.00 against 2.00, 50% less, ahead in 1 of 1 seeds"),
-        ([curve(0.97)] * 2, [curve(0.97)] * 2, "a draw, 1.00 each"),
+        ([curve(0.97)] * 2, [curve(0.97)] * 2, "a draw: 1.00 each"),
         (
             [curve(0.9, 0.9, 0.97), curve(0.97)],
             [curve(0.97), curve(0.9, 0.97)],
             "1.50 against 2.00, 25% less, ahead in 1",
         ),
-        ([curve(0.9)], [curve(0.97)], "no verdict, 97% was reached by SGD in 0 and by K-FAC in 1 of 1 runs"),
+        ([curve(0.9)], [curve(0.97)], "K-FAC wins: 97% was reached by SGD in 0 and by K-FAC in 1 of 1 runs"),
+        ([curve(0.97)] * 2, [curve(0.9), curve(0.97)], "SGD wins: 97% was reached by SGD in 2 and by K-FAC in 1 of 2"),
+        ([curve(0.9)], [curve(0.9)], "no verdict: 97% was reached by SGD in 0 and by K-FAC in 0 of 1 runs"),
     ],
 )
 def test_the_verdict_names_the_winner_the_difference_and_the_seeds(sgd, kfac, expected):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dkfac import KFAC
@@ -29,45 +28,52 @@ READS = {
     "aten::_linalg_eigh",
     "aten::linalg_qr",
 }
-TRANSFERS = {
-    torch.Tensor.cpu: "cpu()",
-    torch.Tensor.numpy: "numpy()",
-    torch.Tensor.tolist: "tolist()",
-    torch.Tensor.item: "item()",
-}
-UPLOADS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor", torch.from_numpy: "torch.from_numpy"}
-
-
-class Transfers(TorchFunctionMode):
-    """Notes what leaves no trace below Python when there is one device: reading out, and numbers made tensors."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in TRANSFERS:
-            self.seen.append(TRANSFERS[func])
-        if func in UPLOADS and not isinstance(args[0], torch.Tensor):
-            self.seen.append(UPLOADS[func])
-        return func(*args, **(kwargs or {}))
+READ_METHODS = ("cpu", "numpy", "tolist", "item")
+UPLOADS = ("tensor", "as_tensor", "from_numpy")
 
 
 class Spy(TorchDispatchMode):
-    """Notes the operations that would make the host wait for a device."""
+    """Notes the operations that would make the host wait for a device.
+
+    Some leave no trace below Python when there is one device, so those functions are replaced meanwhile. A tensor
+    made with ``device="cpu"`` in so many words lives on the host, also beside a GPU, and may be read.
+    """
 
     def __init__(self):
         super().__init__()
         self.seen = []
-        self.transfers = Transfers(self.seen)
+        self.on_host = {}
+        self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
-        self.transfers.__enter__()
+        for name in READ_METHODS:
+            self.patches.setattr(torch.Tensor, name, self.reading(getattr(torch.Tensor, name), name))
+        for name in UPLOADS:
+            self.patches.setattr(torch, name, self.uploading(getattr(torch, name), name))
         return super().__enter__()
 
     def __exit__(self, *exc):
+        self.patches.undo()
         super().__exit__(*exc)
-        self.transfers.__exit__(*exc)
+
+    def reading(self, original, name):
+        def read(tensor, *args, **kwargs):
+            if tensor.data_ptr() not in self.on_host:
+                self.seen.append(f"Tensor.{name}")
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    def uploading(self, original, name):
+        def upload(data, *args, **kwargs):
+            made = original(data, *args, **kwargs)
+            if kwargs.get("device") == "cpu":
+                self.on_host[made.data_ptr()] = made
+            elif not isinstance(data, torch.Tensor):
+                self.seen.append(f"torch.{name}")
+            return made
+
+        return upload
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.name(), kwargs or {}
@@ -191,24 +197,43 @@ def test_the_spy_sees_every_way_of_reading_a_tensor(read):
     assert spy.seen
 
 
-def test_the_spy_sees_a_read_inside_a_backward_and_inside_an_optimizer_hook():
-    """Positive control for the two places where K-FAC's code runs."""
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, read):
+        ctx.read = read
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.read(g)
+        return g, None
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), lambda t: t.tolist(), lambda t: torch.tensor(2.0), bool])
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_the_spy_sees_a_read_in_both_places_where_kfac_runs(where, read):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def read(*_):
-        bool(model.weight.sum())
+    def hook(*_):
+        read(model.weight.detach().sum())
 
-    for attach in ("backward", "step"):
-        with Spy() as spy:
-            loss = model(torch.ones(1, 2)).sum()
-            if attach == "backward":
-                loss.register_hook(lambda g: g * g.item())
-            else:
-                optimizer.register_step_pre_hook(read)
-            loss.backward()
-            optimizer.step()
-        assert "aten::_local_scalar_dense" in spy.seen
+    if where == "step":
+        optimizer.register_step_pre_hook(hook)
+    with Spy() as spy:
+        loss = model(torch.ones(1, 2)).sum()
+        (ReadsInBackward.apply(loss, read) if where == "backward" else loss).backward()
+        optimizer.step()
+    assert spy.seen
+
+
+def test_the_spy_lets_host_tensors_be_read_and_no_others():
+    with Spy() as spy:
+        torch.tensor([1, 2], device="cpu").tolist()
+    assert spy.seen == []
+    with Spy() as spy:
+        (torch.tensor([1, 2], device="cpu") + 1).tolist()
+    assert spy.seen == ["Tensor.tolist"]
 
 
 def test_the_model_without_kfac_reads_nothing():
@@ -263,7 +288,8 @@ def test_a_bad_batch_is_skipped_without_a_read():
     for step in range(4):
         model.zero_grad()
         with Spy() as spy:
-            model(torch.full((4, 3), float("nan") if step == 2 else 1.0)).square().mean().backward()
+            x = torch.full((4, 3), float("nan") if step == 2 else 1.0)
+            model(x).square().mean().backward()
             kfac.step()
         assert not spy.seen or step == 0
     assert kfac.metrics()["skipped_batches"] == 1

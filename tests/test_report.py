@@ -78,7 +78,7 @@ def test_the_table_shows_what_is_preconditioned_and_what_is_left_and_why():
     reasons = {
         "Mixed": "no K-FAC rule for Mixed",
         "frozen": "frozen",
-        "half_frozen.bias": "the bias is frozen",
+        "half_frozen.bias": "frozen",
         "mine": "Doubled overrides Linear.forward",
         "wide": "G of dim 70 > max_dim=64",
         "skipped": "skip='skip*'",

@@ -20,6 +20,11 @@ class FactorSpec:
         return (self.num_blocks, self.dim, self.dim) if self.form == "dense" else (self.num_blocks, self.dim)
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of what has one number per dimension: eigenvalues."""
+        return (self.num_blocks, self.dim)
+
+    @property
     def num_elements(self) -> int:
         return self.num_blocks * self.dim * (self.dim if self.form == "dense" else 1)
 
