@@ -1,17 +1,17 @@
 """Distributed K-FAC for PyTorch: second-order training added to a training script with one line."""
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from dkfac.settings import Settings
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from dkfac.kfac import KFAC
 
 __all__ = ["KFAC", "Settings", "__version__"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Import KFAC, and with it torch, on first use: plans are made without torch."""
     if name == "KFAC":
         from dkfac.kfac import KFAC

@@ -17,6 +17,8 @@ from dkfac.settings import Settings
 def resolve_settings(settings: Settings | None, options: dict[str, Any]) -> Settings:
     if settings is not None and options:
         raise ValueError(f"give settings=... or single options ({', '.join(options)}), not both")
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings={settings!r} is not a dkfac.Settings")
     known = set(Settings.__dataclass_fields__)
     unknown = sorted(set(options) - known)
     if unknown:

@@ -105,6 +105,6 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _size(num_bytes: float) -> str:
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}"
+            return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+    return f"{num_bytes:.3g} GB"

@@ -96,7 +96,7 @@ def direction(layer: Layer, state: LayerState, grad: Tensor, settings: Settings,
     basis = state.basis()
     if basis is not None and settings.solver != "cholesky":
         moments = None
-        if state.moments is not None:
+        if state.moments is not None and settings.curvature == "ekfac":
             measured = state.moments.weight > 0
             moments = torch.where(measured, state.moments.mean(), ops.spectrum(basis))
         return ops.precondition_eigen(grad, basis, damping=damping, moments=moments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ ExactLoss = Literal["cross-entropy", "mse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    damping: Scheduled = 3e-4
+    damping: Scheduled = 1e-3
     """Added to the spectrum before inversion; same unit as the curvature of the loss."""
 
     damping_mode: DampingMode = "absolute"
@@ -43,7 +43,7 @@ class Settings:
     """``(every, until)``: decompose every so many steps before step ``until``, and measure factors in the same
     proportion as later (default: each step until step 100). None: one rhythm from the start."""
 
-    rescale: Rescale = "norm"
+    rescale: Rescale = "norm-global"
     """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is."""
 
     kl_clip: Scheduled = 1e-3
@@ -120,7 +120,11 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise _bad(name, value, f"an integer >= {least}", consequence)
         self._check_rhythm()
-        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
+        if (
+            isinstance(self.skip, str)
+            or not isinstance(self.skip, Iterable)
+            or not all(isinstance(pattern, str) for pattern in self.skip)
+        ):
             raise _bad("skip", self.skip, "a list of layer names or patterns", "a bare string is many letters")
         object.__setattr__(self, "skip", tuple(self.skip))
         if not isinstance(self.announce, bool):

@@ -18,6 +18,9 @@ def curve(*accuracies: float, pace: float = 0.5) -> list[digits.Point]:
     return [digits.Point(i, pace * i, 1.0, 1.0, accuracy) for i, accuracy in enumerate(accuracies, 1)]
 
 
+EARLY, LATE = curve(0.97), curve(0.9, 0.96, 0.98)
+
+
 def execute(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "dkfac.recipes.demo", *flags]
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
@@ -108,14 +111,15 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
 @pytest.mark.parametrize(
     ("sgd", "kfac", "expected"),
     [
-        ([curve(0.9, 0.96, 0.98)], [curve(0.97)], "K-FAC wins: 1.00 against 3.00, 67% less, ahead in 1 of 1 seeds"),
-        ([curve(0.97)], [curve(0.9, 0.97)], "SGD wins: 1.00 against 2.00, 50% less, ahead in 1 of 1 seeds"),
-        ([curve(0.97)] * 2, [curve(0.97)] * 2, "a draw: 1.00 each"),
+        ([LATE, LATE], [EARLY, EARLY], "In epochs K-FAC wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
+        ([EARLY, EARLY], [LATE, LATE], "In epochs SGD wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
+        ([EARLY, EARLY], [EARLY, EARLY], "In epochs a draw: 1.00 each."),
         (
-            [curve(0.9, 0.9, 0.97), curve(0.97)],
-            [curve(0.97), curve(0.9, 0.97)],
-            "1.50 against 2.00, 25% less, ahead in 1",
+            [LATE, EARLY],
+            [EARLY, curve(0.9, 0.97)],
+            "K-FAC is ahead: 1.50 against 2.00, 25% less, in 1 of 2 seeds, which",
         ),
+        ([LATE], [EARLY], "K-FAC is ahead: 1.00 against 3.00, 67% less, in 1 of 1 seeds, which may be chance."),
         ([curve(0.9)], [curve(0.97)], "K-FAC wins: 97% was reached by SGD in 0 and by K-FAC in 1 of 1 runs"),
         ([curve(0.97)] * 2, [curve(0.9), curve(0.97)], "SGD wins: 97% was reached by SGD in 2 and by K-FAC in 1 of 2"),
         ([curve(0.9)], [curve(0.9)], "no verdict: 97% was reached by SGD in 0 and by K-FAC in 0 of 1 runs"),
@@ -126,7 +130,7 @@ def test_the_verdict_names_the_winner_the_difference_and_the_seeds(sgd, kfac, ex
 
 
 def test_who_wins_in_epochs_may_lose_in_seconds():
-    curves = {"SGD": [curve(0.9, 0.97, pace=0.1)], "K-FAC": [curve(0.97, pace=0.4)]}
+    curves = {"SGD": [curve(0.9, 0.97, pace=0.1)] * 2, "K-FAC": [curve(0.97, pace=0.4)] * 2}
     assert demo.verdict(curves, "epochs").startswith("In epochs K-FAC wins")
     assert demo.verdict(curves, "seconds").startswith("In seconds SGD wins")
 

@@ -38,8 +38,8 @@ class Recipe:
     {0.01 ... 0.5} on the validation images (benchmarks/digits_defaults.py)."""
 
     epochs: int = 10
-    batch_norm: bool = False
-    """Normalise after each convolution. SGD gains more from it than K-FAC does."""
+    batch_norm: bool = True
+    """Normalise after each convolution. Without it SGD's best lr is 0.1, where K-FAC diverges from some starts."""
 
     batch_size: int = 64
     momentum: float = 0.9
@@ -77,7 +77,7 @@ def load(part: Part = "test") -> Digits:
     return Digits(images[num_held_out:], targets[num_held_out:], images[:num_held_out], targets[:num_held_out])
 
 
-def build_model(seed: int, *, batch_norm: bool = False) -> nn.Module:
+def build_model(seed: int, *, batch_norm: bool = True) -> nn.Module:
     """Return a network of three convolutions and a linear layer, 8x8 to 4x4 to 2x2 to ten classes."""
     torch.manual_seed(seed)
     return nn.Sequential(
