@@ -244,7 +244,8 @@ class KFAC:
 
     def _precondition(self, lr: float | None, device: torch.device) -> None:
         """Replace the gradients of the layers by preconditioned ones of the right length."""
-        pairs = [(layer, grad) for layer in self.layers if (grad := read_grad(layer)) is not None]
+        ready = [layer for layer in self.layers if run.is_ready(layer, self._states[layer.name])]
+        pairs = [(layer, grad) for layer in ready if (grad := read_grad(layer)) is not None]
         if not pairs:
             return
         layers, raw = [layer for layer, _ in pairs], [grad for _, grad in pairs]
@@ -256,12 +257,12 @@ class KFAC:
         if self.settings.rescale == "kl-clip":
             clip, rates = self.settings.at("kl_clip", self._step), self._rates(lr)
             grad_scale = getattr(self._optimizer, "grad_scale", None)
-            factor = run.kl_scale(layers, updates, rates, clip, grad_scale, before)
+            factor = run.kl_scale(layers, updates, rates, clip, grad_scale, sane)
             self._device["clip_factor"] = factor
             self._count("clipped_steps", factor < 1)
-            scales = factor.expand(len(layers))
+            scales = torch.where(sane, factor, 1.0)
         else:
-            scales = run.scales(self.settings.rescale, before, after)
+            scales = run.scales(self.settings.rescale, before, after, sane)
         self._device["grad_norm"] = before.square().sum().sqrt()
         self._device["update_norm"] = (after * scales).square().sum().sqrt()
         for i, layer in enumerate(layers):

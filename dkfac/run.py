@@ -88,10 +88,13 @@ def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int)
     return basis is not None and bool(ops.spectrum(basis).amax() < damping_of(layer, state, settings, step))
 
 
+def is_ready(layer: Layer, state: LayerState) -> bool:
+    """Whether all factors have been decomposed once; until then the layer's raw gradient passes."""
+    return len(state.decompositions) == len(layer.spec.factors)
+
+
 def direction(layer: Layer, state: LayerState, grad: Tensor, settings: Settings, step: int) -> Tensor:
-    """Return the preconditioned gradient; the gradient itself where the layer has no decomposition yet."""
-    if len(state.decompositions) < len(layer.spec.factors):
-        return grad
+    """Return the preconditioned gradient of a layer that is ready."""
     damping = damping_of(layer, state, settings, step)
     basis = state.basis()
     if basis is not None and settings.solver != "cholesky":
@@ -106,31 +109,42 @@ def direction(layer: Layer, state: LayerState, grad: Tensor, settings: Settings,
     return ops.precondition_inverse(grad, inverses)
 
 
-def scales(rescale: str, before: Tensor, after: Tensor) -> Tensor:
-    """Return what each layer's update is multiplied by, ``[layers]``, from the norms before and after."""
+def scales(rescale: str, before: Tensor, after: Tensor, sane: Tensor) -> Tensor:
+    """Return what each layer's update is multiplied by, ``[layers]``, from the norms before and after.
+
+    Layers that are not ``sane`` (a non-finite update, replaced by the raw gradient) neither count nor change.
+    """
     match rescale:
         case "norm":
-            return match_norm(before, after)
+            factors = match_norm(before, after)
         case "norm-global":
-            return match_norm(before.square().sum().sqrt(), after.square().sum().sqrt()).expand(before.shape)
-    return torch.ones_like(before)
+            factors = match_norm(_total(before, sane), _total(after, sane))
+        case _:
+            factors = torch.ones_like(before)
+    return torch.where(sane, factors, 1.0)
+
+
+def _total(norms_of_layers: Tensor, sane: Tensor) -> Tensor:
+    return torch.where(sane, norms_of_layers, 0.0).square().sum().sqrt()
 
 
 def kl_scale(
-    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], kl_clip: float, grad_scale: Any, like: Tensor
+    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], kl_clip: float, grad_scale: Any, sane: Tensor
 ) -> Tensor:
-    """Return the KL clip's factor for all layers together.
+    """Return the KL clip's factor for all ``sane`` layers together.
 
     ``rates``: learning rates by the parameters' ids; ``grad_scale``: what a fused optimizer will still divide
     gradients by, or None.
     """
     products: list[Tensor] = []
     factors: list[Tensor | float] = []
-    scale = 1.0 if grad_scale is None else grad_scale.to(like.device)
-    for layer, update in zip(layers, updates, strict=True):
+    scale = 1.0 if grad_scale is None else grad_scale.to(sane.device)
+    dtype = torch.promote_types(torch.float32, max((u.dtype for u in updates), key=lambda d: d.itemsize))
+    for i, (layer, update) in enumerate(zip(layers, updates, strict=True)):
         for parameter, part in split_grad(layer, update):
             assert parameter.grad is not None
-            products.append((part * parameter.grad).sum().to(like.device, like.dtype) / (scale * scale))
+            product = (part * parameter.grad).sum().to(sane.device, dtype) / (scale * scale)
+            products.append(torch.where(sane[i], product, 0.0))
             rate = rates[id(parameter)]
             factors.append(rate if isinstance(rate, Tensor) else float(rate))
     return kl_factor(products, factors, kl_clip)

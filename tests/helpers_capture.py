@@ -6,7 +6,14 @@ from torch import nn
 
 import dkfac
 
-EVERY_STEP = {"announce": False, "warmup_refresh": None, "factor_interval": 1, "inverse_interval": 1, "damping": 1e-2}
+EVERY_STEP = {
+    "announce": False,
+    "rescale": "norm",
+    "warmup_refresh": None,
+    "factor_interval": 1,
+    "inverse_interval": 1,
+    "damping": 1e-2,
+}
 
 
 def attach(model, optimizer=None, **options):

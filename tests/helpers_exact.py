@@ -9,7 +9,7 @@ from torch import nn
 
 from dkfac import KFAC
 
-EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 1, "inverse_interval": 1}
+EXACT = {"announce": False, "rescale": "norm", "warmup_refresh": None, "factor_interval": 1, "inverse_interval": 1}
 PLAIN = EXACT | {"rescale": "none", "norm_form": "unit"}
 
 
