@@ -33,14 +33,16 @@ def _record(
     x: Tensor,
     g: Tensor,
     token: Tensor,
-    sizes: Tensor,
+    sizes: Tensor | None,
+    examples: int,
+    terms: int,
     handle: int,
     index: int,
     batch_stats: bool,
 ) -> None:
     tape = _TAPES.get(handle)
     if tape is not None:
-        tape.record(index, x, g, sizes, batch_stats)
+        tape.record(index, x, g, _numbers(sizes, examples, terms), batch_stats)
 
 
 @_record.register_fake
@@ -48,7 +50,9 @@ def _(
     x: Tensor,
     g: Tensor,
     token: Tensor,
-    sizes: Tensor,
+    sizes: Tensor | None,
+    examples: int,
+    terms: int,
     handle: int,
     index: int,
     batch_stats: bool,
@@ -63,9 +67,19 @@ class _Capture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, sizes: Tensor, handle: int, index: int, batch_stats: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        sizes: Tensor | None,
+        examples: int,
+        terms: int,
+        handle: int,
+        index: int,
+        batch_stats: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x, sizes)
-        ctx.call = (handle, index, batch_stats)
+        ctx.call = (examples, terms, handle, index, batch_stats)
         if torch.compiler.is_compiling():
             return y.clone()
         ctx.mark_dirty(y)
@@ -74,9 +88,9 @@ class _Capture(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, sizes = ctx.saved_tensors
-        handle, index, batch_stats = ctx.call
+        examples, terms, handle, index, batch_stats = ctx.call
         if torch.compiler.is_compiling():
-            torch.ops.dkfac.record(x, g, _TOKEN, sizes, handle, index, batch_stats)
+            torch.ops.dkfac.record(x, g, _TOKEN, sizes, examples, terms, handle, index, batch_stats)
         else:
             tape = _TAPES.get(handle)
             if tape is not None:
@@ -86,8 +100,8 @@ class _Capture(torch.autograd.Function):
                         f"cannot tell the gradient's gradient from the loss's. Detach K-FAC for such losses "
                         f"(gradient penalties, physics-informed networks)."
                     )
-                tape.record(index, x, g, sizes, batch_stats)
-        return g, None, None, None, None, None
+                tape.record(index, x, g, _numbers(sizes, examples, terms), batch_stats)
+        return g, None, None, None, None, None, None, None
 
 
 class _Output(torch.autograd.Function):
@@ -127,12 +141,16 @@ class Probe:
         self.tape: Tape | None = tape
         _TAPES[self.handle] = tape
         self.sizes: Tensor | None = None
-        """Examples and terms of the model's forward now running, as a tensor: a compiled block is not
-        specialised on its values, as it would be on numbers. None: unknown."""
+        """Examples and terms of the model's forward now running, where that is not compiled: a tensor, because a
+        compiled block inside it would be specialised on numbers."""
+        self.examples = -1
+        self.terms = -1
+        """The same where it is compiled: numbers, because they come from its shapes, and a tensor made of them
+        would bring work for the CPU into the graph."""
 
-    def forget_counts(self) -> None:
+    def forget_sizes(self) -> None:
         """Between steps: what the last forward had says nothing of the next."""
-        self.sizes = None
+        self.sizes, self.examples, self.terms = None, -1, -1
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hook the model and its layers; returns the handles that remove the hooks."""
@@ -184,7 +202,10 @@ class ModelHook:
             terms = first.numel() // first.shape[-1]
         else:
             terms = first.numel()
-        probe.sizes = torch.tensor([examples, terms], device="cpu")
+        if torch.compiler.is_compiling():
+            probe.sizes, probe.examples, probe.terms = None, examples, terms
+        else:
+            probe.sizes, probe.examples, probe.terms = torch.tensor([examples, terms], device="cpu"), -1, -1
 
 
 class LayerHook:
@@ -203,7 +224,7 @@ class LayerHook:
             probe.tape.enter()
         if not output.requires_grad or not _weight(module).requires_grad:
             return None
-        if probe.sizes is None:
+        if probe.sizes is None and probe.terms < 0:
             raise RuntimeError(
                 f"layer {self.name!r} ran, but the model that K-FAC was attached to did not (or got no tensor with "
                 f"a dimension {probe.batch_dim}), so the number of examples is unknown: attach K-FAC to the module "
@@ -216,7 +237,14 @@ class LayerHook:
             )
         x = args[0] if args else next(iter(kwargs.values()))
         return _Capture.apply(  # type: ignore[no-untyped-call]
-            output, x.detach(), probe.sizes, probe.handle, self.index, uses_batch_stats(module)
+            output,
+            x.detach(),
+            probe.sizes,
+            probe.examples,
+            probe.terms,
+            probe.handle,
+            self.index,
+            uses_batch_stats(module),
         )
 
 
@@ -240,6 +268,12 @@ class OutputHook:
         by_token = self.probe.loss_terms == "token"
         exact.check_output(output, loss, by_token=by_token)
         return _Output.apply(output, self.probe.handle, loss, by_token)  # type: ignore[no-untyped-call]
+
+
+def _numbers(sizes: Tensor | None, examples: int, terms: int) -> tuple[int, int]:
+    if sizes is not None:
+        examples, terms = sizes.tolist()  # a tensor of the CPU: nothing waits
+    return examples, terms
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -210,7 +210,7 @@ class KFAC:
     def _plan_next(self) -> None:
         """Decide what the coming step measures, before its forward."""
         self._probe.measuring, self._decomposing = self.settings.rhythm(self._step)
-        self._probe.forget_counts()
+        self._probe.forget_sizes()
 
     def _average(self, batch: dict[str, BatchStatistics], good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""

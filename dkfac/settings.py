@@ -24,7 +24,7 @@ ExactLoss = Literal["cross-entropy", "mse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    damping: Scheduled = 1e-3
+    damping: Scheduled = 3e-4
     """Added to the spectrum before inversion; same unit as the curvature of the loss."""
 
     damping_mode: DampingMode = "absolute"

@@ -122,14 +122,14 @@ class Tape:
     def mask(self) -> Tensor | None:
         return None if self._terms is None else self._terms.mask
 
-    def record(self, index: int, x: Tensor, g: Tensor, sizes: Tensor, batch_stats: bool) -> None:
-        """Add one call of a layer, from inside its backward. ``sizes``: examples and terms, on the CPU."""
+    def record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool) -> None:
+        """Add one call of a layer, from inside its backward. ``sizes``: examples, and terms of the loss."""
         layer = self.layers[index]
         self.enter()
         exact = self.settings.fisher == "exact"
         if (exact and self.column is None) or (not exact and not reaches(layer.weight)):
             return
-        examples, terms = sizes.tolist()
+        examples, terms = sizes
         number = float(terms) if self._terms is None else self._terms.number
         if not self._counted:
             self._counted = True
