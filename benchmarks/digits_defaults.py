@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,12 +34,11 @@ RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 DAMPINGS = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
 INTERVALS = tuple((factor, inverse) for factor in (1, 2, 10) for inverse in (10, 20, 100))
 CANDIDATES: tuple[dict[str, Any], ...] = (
-    {},
-    {"damping": 1e-2},
-    {"factor_interval": 10, "inverse_interval": 10},
-    {"rescale": "norm-global"},
+    {"rescale": "norm", "damping": 3e-4},
+    {"rescale": "norm-global", "damping": 3e-4},
+    {"rescale": "norm-global", "damping": 1e-3},
     {"rescale": "norm-global", "damping": 1e-2},
-    {"rescale": "norm-global", "factor_interval": 10, "inverse_interval": 10},
+    {"rescale": "norm-global", "damping": 3e-4, "factor_interval": 10, "inverse_interval": 10},
 )
 SGD_BEST_LR = {True: 0.05, False: 0.1}
 """As the first command found it, with and without normalisation layers."""
@@ -73,6 +73,7 @@ def main() -> None:
         "cpu_seconds": round(used, 1),
         "epochs": arguments.epochs,
         "batch_norm": not arguments.no_norm,
+        "kfac_defaults": dkfac.Settings().describe(),
         "seeds": [recipe.seed for recipe in recipes],
         "rows": rows,
     }
@@ -157,6 +158,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "dkfac": dkfac.__version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -164,6 +166,12 @@ def environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
     }
+
+
+def commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
