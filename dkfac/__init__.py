@@ -5,16 +5,16 @@ import typing as _typing
 from dkfac.settings import Settings
 
 if _typing.TYPE_CHECKING:
-    from dkfac.kfac import KFAC
+    from dkfac.kfac import KFAC, detach
 
-__all__ = ["KFAC", "Settings", "__version__"]
+__all__ = ["KFAC", "Settings", "__version__", "detach"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> _typing.Any:
     """Import KFAC, and with it torch, on first use: plans are made without torch."""
-    if name == "KFAC":
-        from dkfac.kfac import KFAC
+    if name in ("KFAC", "detach"):
+        from dkfac import kfac
 
-        return KFAC
+        return getattr(kfac, name)
     raise AttributeError(f"module 'dkfac' has no attribute {name!r}")

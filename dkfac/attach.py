@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -22,13 +23,16 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any]) -> Sett
     known = set(Settings.__dataclass_fields__)
     unknown = sorted(set(options) - known)
     if unknown:
-        raise TypeError(f"KFAC has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
     return settings if settings is not None else Settings(**options)
 
 
 def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"KFAC(model, ...) needs a torch.nn.Module, not {type(model).__name__}")
+        swapped = ": are model and optimizer swapped?" if isinstance(model, torch.optim.Optimizer) else ""
+        raise TypeError(f"KFAC(model, ...) needs a torch.nn.Module, not {type(model).__name__}{swapped}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"KFAC(model, optimizer) needs a torch.optim.Optimizer, not {type(optimizer).__name__}; "
@@ -36,6 +40,11 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss several times per step and is second order itself; use SGD or AdamW")
+    if optimizer is not None and not getattr(type(optimizer).step, "hooked", False):
+        raise TypeError(
+            f"{type(optimizer).__name__} does not run the hooks of torch.optim.Optimizer (a wrapper around another "
+            f"optimizer?); attach K-FAC to the inner optimizer"
+        )
     if scaler is not None and not hasattr(scaler, "_get_scale_async"):
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -45,13 +54,13 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         )
 
 
-def check_layers(layers: list[Layer], left: list[Left], attached: Collection[nn.Module]) -> None:
+def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
     if not layers:
         reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
         raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons})")
     twice = [layer.name for layer in layers if layer.module in attached]
     if twice:
         raise RuntimeError(
-            f"layer {twice[0]!r} is already attached to another KFAC, which would precondition it twice; "
-            f"close() the other one first"
+            f"layer {twice[0]!r} is already attached to another KFAC, which would precondition it twice; close() the "
+            f"other one first, or call dkfac.detach(model)"
         )

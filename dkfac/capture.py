@@ -9,15 +9,17 @@ hand-over is an opaque operation whose Python runs at run time.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
 from dkfac import exact
+from dkfac.layers.layer import Layer
 from dkfac.layers.norm import uses_batch_stats
 from dkfac.settings import ExactLoss, Settings
 from dkfac.tape import Tape
@@ -25,7 +27,8 @@ from dkfac.tape import Tape
 _TAPES: WeakValueDictionary[int, Tape] = WeakValueDictionary()
 _HANDLES = itertools.count()
 _TOKEN = torch.zeros(1)
-"""The operation below says it changes this, so that compilers keep every call of it."""
+"""The operation below says it changes this, so that compilers keep every call of it. It lives on the CPU, which also
+keeps the operation, whose Python must run each time, out of CUDA graphs."""
 
 
 @torch.library.custom_op("dkfac::record", mutates_args=("token",))
@@ -108,21 +111,21 @@ class _Output(torch.autograd.Function):
     """The identity on the model's output; its backward runs the exact Fisher's passes first."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, handle: int, loss: ExactLoss, by_token: bool) -> Tensor:
+    def forward(ctx: Any, y: Tensor, handle: int, loss: ExactLoss, terms: int, by_token: bool) -> Tensor:
         ctx.save_for_backward(y.detach().clone())
-        ctx.call = (handle, loss, by_token)
+        ctx.call = (handle, loss, terms, by_token)
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        handle, loss, by_token = ctx.call
+        handle, loss, terms, by_token = ctx.call
         tape = _TAPES.get(handle)
         if tape is not None:
             edge = GradientEdge(*ctx.next_functions[0])
-            exact.propagate(tape, y, edge, loss, by_token=by_token)
-        return g, None, None, None
+            exact.propagate(tape, y, edge, loss, terms=terms, by_token=by_token)
+        return g, None, None, None, None
 
 
 class Probe:
@@ -140,13 +143,12 @@ class Probe:
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
         _TAPES[self.handle] = tape
-        self.sizes: Tensor | None = None
-        """Examples and terms of the model's forward now running, where that is not compiled: a tensor, because a
-        compiled block inside it would be specialised on numbers."""
         self.examples = -1
         self.terms = -1
-        """The same where it is compiled: numbers, because they come from its shapes, and a tensor made of them
-        would bring work for the CPU into the graph."""
+        """Examples and terms of the model's forward now running; -1: unknown."""
+        self.sizes: Tensor | None = None
+        """The same for a compiled block inside a forward that is not compiled: it would be specialised on numbers.
+        In a compiled forward they come from shapes, and a tensor made of them would be work for the CPU."""
 
     def forget_sizes(self) -> None:
         """Between steps: what the last forward had says nothing of the next."""
@@ -157,8 +159,9 @@ class Probe:
         assert self.tape is not None
         handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self), with_kwargs=True)]
         for index, layer in enumerate(self.tape.layers):
-            hook = LayerHook(self, index, layer.name)
-            handles.append(layer.module.register_forward_hook(hook, with_kwargs=True))
+            hook = LayerHook(self, index, layer)
+            # First of all hooks: one that changes the output would change what its gradient means.
+            handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
         if self.exact_loss is not None:
             handles.append(model.register_forward_hook(OutputHook(self)))
         return handles
@@ -190,62 +193,71 @@ class ModelHook:
             return
         if not torch.compiler.is_compiling() and probe.tape is not None:
             probe.tape.outside()
-        first = _first_tensor(args, kwargs)
+        first = _first_tensor((args, kwargs))
         if first is None or first.ndim <= probe.batch_dim:
+            if isinstance(probe.loss_terms, int) and not torch.compiler.is_compiling():
+                probe.examples, probe.terms = -1, probe.loss_terms
+                probe.sizes = torch.tensor([-1, probe.loss_terms], device="cpu")
             return
         examples = first.shape[probe.batch_dim]
         if isinstance(probe.loss_terms, int):
             terms = probe.loss_terms
         elif probe.loss_terms == "batch":
             terms = examples
-        elif first.is_floating_point() and first.ndim > 2:
+        elif first.is_floating_point() and first.ndim > 1:
             terms = first.numel() // first.shape[-1]
         else:
             terms = first.numel()
-        if torch.compiler.is_compiling():
-            probe.sizes, probe.examples, probe.terms = None, examples, terms
-        else:
-            probe.sizes, probe.examples, probe.terms = torch.tensor([examples, terms], device="cpu"), -1, -1
+        probe.examples, probe.terms = examples, terms
+        compiling = torch.compiler.is_compiling()
+        probe.sizes = None if compiling else torch.tensor([examples, terms], device="cpu")
 
 
 class LayerHook:
     """After a layer's forward: put the capture on its output, if a gradient will come."""
 
-    def __init__(self, probe: Probe, index: int, name: str) -> None:
+    def __init__(self, probe: Probe, index: int, layer: Layer) -> None:
         self.probe = probe
         self.index = index
-        self.name = name
+        self.name = layer.name
+        self.casts = not layer.is_norm
+        """Whether autocast may run the layer in a lower precision than its input's."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         probe = self.probe
         if not probe.measuring:
             return None
         if not torch.compiler.is_compiling() and probe.tape is not None:
+            if torch._C._are_functorch_transforms_active():
+                return None
             probe.tape.enter()
         if not output.requires_grad or not _weight(module).requires_grad:
             return None
-        if probe.sizes is None and probe.terms < 0:
+        if probe.sizes is None and probe.terms < 0:  # the tensor first: a compiled block must not look at the number
             raise RuntimeError(
-                f"layer {self.name!r} ran, but the model that K-FAC was attached to did not (or got no tensor with "
-                f"a dimension {probe.batch_dim}), so the number of examples is unknown: attach K-FAC to the module "
-                f"that you call, or set loss_terms and batch_dim"
+                f"layer {self.name!r} ran, but the number of examples is unknown: the model that K-FAC was attached to "
+                f"was not called itself (attach K-FAC to the module that you call), or it got no tensor with a "
+                f"dimension {probe.batch_dim} (set batch_dim, or loss_terms to the number of terms of your loss)"
             )
         if output.dtype == torch.float16 and not probe.has_scaler and _weight(module).dtype != torch.float16:
             raise RuntimeError(
                 f"layer {self.name!r} runs in float16 under autocast: pass KFAC(..., grad_scaler=scaler), so that "
                 f"the loss scale does not enter the statistics"
             )
-        x = args[0] if args else next(iter(kwargs.values()))
-        return _Capture.apply(  # type: ignore[no-untyped-call]
-            output,
-            x.detach(),
-            probe.sizes,
-            probe.examples,
-            probe.terms,
-            probe.handle,
-            self.index,
-            uses_batch_stats(module),
-        )
+        x = (args[0] if args else next(iter(kwargs.values()))).detach()
+        if self.casts and x.is_floating_point() and x.dtype != output.dtype:
+            x = x.to(output.dtype)  # what the layer saw under autocast; the original may change in place
+        batch_stats = uses_batch_stats(module)
+        if torch.compiler.is_compiling():
+            known = probe.sizes is None
+            examples, terms = (probe.examples, probe.terms) if known else (-1, -1)
+            return _Capture.apply(  # type: ignore[no-untyped-call]
+                output, x, probe.sizes, examples, terms, probe.handle, self.index, batch_stats
+            )
+        with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it
+            return _Capture.apply(  # type: ignore[no-untyped-call]
+                output, x, None, probe.examples, probe.terms, probe.handle, self.index, batch_stats
+            )
 
 
 class OutputHook:
@@ -267,7 +279,10 @@ class OutputHook:
             raise TypeError(f'fisher="exact" needs a model that returns one tensor, not {type(output).__name__}')
         by_token = self.probe.loss_terms == "token"
         exact.check_output(output, loss, by_token=by_token)
-        return _Output.apply(output, self.probe.handle, loss, by_token)  # type: ignore[no-untyped-call]
+        with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it
+            return _Output.apply(  # type: ignore[no-untyped-call]
+                output, self.probe.handle, loss, self.probe.terms, by_token
+            )
 
 
 def _numbers(sizes: Tensor | None, examples: int, terms: int) -> tuple[int, int]:
@@ -276,14 +291,17 @@ def _numbers(sizes: Tensor | None, examples: int, terms: int) -> tuple[int, int]
     return examples, terms
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, (tuple, list, dict)):
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    return leaf
+def _first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor that has a dimension, looking into lists and mappings."""
+    if isinstance(value, Tensor):
+        return value if value.ndim > 0 else None
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            found = _first_tensor(item)
+            if found is not None:
+                return found
     return None
 
 

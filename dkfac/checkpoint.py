@@ -44,7 +44,8 @@ def load(saved: dict[str, Any], layers: dict[str, Layer]) -> Loaded:
         raise TypeError(f"a K-FAC state is a dict as state_dict() returns it, not {_what(saved)}")
     version = saved.get("version")
     if version != VERSION:
-        raise ValueError(f"K-FAC state has version {version!r}; this dkfac reads version {VERSION}")
+        hint = ": this looks like an optimizer's state" if "param_groups" in saved else ""
+        raise ValueError(f"K-FAC state has version {version!r}; this dkfac reads version {VERSION}{hint}")
     for part, kind in {"step": int, "counters": dict, "device_counters": dict, "layers": dict}.items():
         if not isinstance(saved.get(part), kind):
             raise ValueError(f"the K-FAC state's {part!r} is {_what(saved.get(part))}, not {kind.__name__}")
@@ -95,11 +96,16 @@ def _load_layer(saved: Any, layer: Layer) -> LayerState:
             for name, tensor in tensors.items():
                 _same_shape(layer, key, _place(tensor, layer), factor.shape if name != "values" else factor.row_shape)
             state.decompositions[key] = from_tensors({n: _place(t, layer) for n, t in tensors.items()})
+        absent = [part for part in ("means", "decomposed_at", "failures") if part not in saved]
+        if absent:
+            raise ValueError(f"the state of layer {layer.name!r} has decompositions but no {absent[0]!r}")
         state.means = {key: _place(t, layer) for key, t in saved["means"].items()}
         state.decomposed_at = int(saved["decomposed_at"])
         state.failures = {key: int(n) for key, n in saved["failures"].items()}
         if "moments" in saved:
             state.moments = _average(saved["moments"], layer)
+            shape = (known["G"].num_blocks, known["G"].dim, known["A"].dim)
+            _same_shape(layer, "moments", state.moments.value, shape)
     return state
 
 

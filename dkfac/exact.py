@@ -43,15 +43,16 @@ def columns(output: Tensor, loss: ExactLoss, *, by_token: bool) -> Iterator[Tens
         yield column
 
 
-def propagate(tape: Tape, output: Tensor, edge: GradientEdge, loss: ExactLoss, *, by_token: bool) -> None:
+def propagate(tape: Tape, output: Tensor, edge: GradientEdge, loss: ExactLoss, *, terms: int, by_token: bool) -> None:
     """Run the extra backward passes, from inside the user's; the tape records them instead of the user's.
 
-    ``edge``: where the output's gradient enters the model's graph.
+    ``edge``: where the output's gradient enters the model's graph; ``terms``: of the loss.
     """
     weights = [layer.weight for layer in tape.layers if layer.weight.requires_grad]
     if tape.column is not None or not any(reaches(weight) for weight in weights):
         return
     tape.enter()
+    tape.begin_pass(float(terms))
     mask, scale = tape.mask, tape.gradient_scale()
     try:
         for index, column in enumerate(columns(output, loss, by_token=by_token)):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,23 @@ from dkfac.attach import check_arguments, check_layers, resolve_settings
 from dkfac.capture import Probe
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.layers.layer import read_grad, split_grad
+from dkfac.notices import Notices
 from dkfac.refresh import RUNGS
 from dkfac.settings import Settings
 from dkfac.state import LayerState
 from dkfac.tape import BatchStatistics, Tape
-from dkfac.timing import StageTimer
 
-_ATTACHED: WeakSet[nn.Module] = WeakSet()
+_ATTACHED: WeakKeyDictionary[nn.Module, ref[KFAC]] = WeakKeyDictionary()
+"""Which KFAC preconditions a module."""
+
+
+def detach(model: nn.Module) -> None:
+    """Close every KFAC that is attached to a layer of the model, whoever holds it."""
+    for module in unwrap(model).modules():
+        attached = _ATTACHED.get(module)
+        kfac = None if attached is None else attached()
+        if kfac is not None:
+            kfac.close()
 
 
 class KFAC:
@@ -57,17 +66,16 @@ class KFAC:
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         self._states = {layer.name: LayerState() for layer in self.layers}
         self._step = 0
-        self._timer = StageTimer()
+        self._timer = self._tape.timer
         self._counters: dict[str, int] = {"refreshes": 0, **dict.fromkeys(RUNGS, 0)}
         self._device: dict[str, Tensor] = {}
         self._health = health.Watch()
-        self._checked_capture = False
-        self._said_accumulation = False
+        self._notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
         self._closed = False
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        _ATTACHED.update(layer.module for layer in self.layers)
+        _ATTACHED.update({layer.module: ref(self) for layer in self.layers})
         self._plan_next()
         report.warn_of_left(self.left)
         if self.settings.announce:
@@ -128,14 +136,17 @@ class KFAC:
     def state_dict(self, *, decompositions: bool = True) -> dict[str, Any]:
         """Return the state by layer name: tensors, numbers and strings only.
 
-        Without ``decompositions`` it is about half as large and resumes from the next refresh, not bitwise.
+        Without ``decompositions`` it is about half as large; the first measured step after loading decomposes anew,
+        so it does not resume bitwise.
         """
-        return checkpoint.save(self._states, self._step, self._counters, self._device, decompositions)
+        counters = {**self._counters, "abandoned": self._tape.num_abandoned}
+        return checkpoint.save(self._states, self._step, counters, self._device, decompositions)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state saved by ``state_dict``, on any device."""
         loaded = checkpoint.load(state, self._by_name)
         self._states, self._step = loaded.states, loaded.step
+        self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
         self._counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
         self._device = loaded.device
         self._tape.discard()
@@ -149,7 +160,7 @@ class KFAC:
         self._handles.clear()
         if not self._closed:
             for layer in self.layers:
-                _ATTACHED.discard(layer.module)
+                _ATTACHED.pop(layer.module, None)
         self._closed = True
 
     def __enter__(self) -> KFAC:
@@ -169,7 +180,8 @@ class KFAC:
         """The optimizer's pre-hook. A closure computes the gradients later, so it is wrapped."""
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._run(None)
+            if not self._is_dummy(optimizer):
+                self._run(None)
             return None
 
         def preconditioned() -> Any:
@@ -181,28 +193,42 @@ class KFAC:
             return (args[0], preconditioned, *args[2:]), kwargs
         return args, {**kwargs, "closure": preconditioned}
 
-    @torch.no_grad()
+    def _is_dummy(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        return self._tape.window.num_passes == 0 and all(isinstance(lr, (int, float)) and lr == 0 for lr in rates)
+
     def _run(self, lr: float | None) -> None:
+        """Take K-FAC's part of a step, whatever precision the loop runs in."""
+        device_type = self.layers[0].weight.device.type
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            self._run_stages(lr)
+
+    def _run_stages(self, lr: float | None) -> None:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
         parameters = self._parameters()
         gradients = [p.grad for p in parameters if p.grad is not None]
         gradients = [g._values() if g.is_sparse else g for g in gradients]
         device = gradients[0].device if gradients else self.layers[0].weight.device
-        good = self._finite(gradients, device)
+        self._check_scaler()
+        for layer in self.layers:
+            self._states[layer.name].follow(layer.weight, layer.dtype)
+        good = run.gradients_are_finite(gradients, getattr(self._optimizer, "found_inf", None), device)
         good_batch = good
         if self._probe.measuring:
             num_passes = self._tape.window.num_passes
-            self._check_accumulation(num_passes)
+            self._notices.accumulation(num_passes)
             with self._timer.stage("average", device):
                 batch = self._tape.take()
-                self._check_capture(batch, num_passes)
+                self._notices.capture(batch, num_passes)
                 good_batch = self._average(batch, good, device)
         with self._timer.stage("decompose", device):
             self._decompose()
         with self._timer.stage("precondition", device):
             self._precondition(lr, device)
+            bad = ~good
             for gradient in gradients:
-                gradient.masked_fill_((~good).to(gradient.device), 0)
+                gradient.masked_fill_(bad.to(gradient.device), 0)
         self._count("skipped_batches", ~good_batch)
         self._step += 1
         self._plan_next()
@@ -211,6 +237,7 @@ class KFAC:
         """Decide what the coming step measures, before its forward."""
         self._probe.measuring, self._decomposing = self.settings.rhythm(self._step)
         self._probe.forget_sizes()
+        self._tape.forget_terms()
 
     def _average(self, batch: dict[str, BatchStatistics], good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
@@ -218,6 +245,8 @@ class KFAC:
         decay = self.settings.at("factor_decay", self._step)
         for name, statistics in batch.items():
             run.average(self._by_name[name], self._states[name], statistics, decay=decay, good=good)
+        for name in self._tape.without_moments:
+            self._states[name].moments = None
         return good
 
     def _decompose(self) -> None:
@@ -225,14 +254,16 @@ class KFAC:
         due = [
             layer
             for layer in self.layers
-            if (state := self._states[layer.name]).running and (self._decomposing or state.decomposed_at < 0)
+            if (state := self._states[layer.name]).running
+            and (self._decomposing or (self._probe.measuring and state.decomposed_at < 0))
         ]
-        if not due:
+        rungs = [r for la in due for r in run.decompose(la, self._states[la.name], self.settings, self._step)]
+        if not rungs:
             return
-        for layer in due:
-            for rung in run.decompose(layer, self._states[layer.name], self.settings, self._step):
-                self._counters[rung] += 1
+        for rung in rungs:
+            self._counters[rung] += 1
         self._counters["refreshes"] += 1
+        self._notices.thawed()
         self._publish_bases()
         dominated = sum(run.is_dominated(la, self._states[la.name], self.settings, self._step) for la in due)
         self._health.look(
@@ -263,8 +294,10 @@ class KFAC:
             scales = torch.where(sane, factor, 1.0)
         else:
             scales = run.scales(self.settings.rescale, before, after, sane)
-        self._device["grad_norm"] = before.square().sum().sqrt()
-        self._device["update_norm"] = (after * scales).square().sum().sqrt()
+        loss_scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
+        divisor = 1.0 if loss_scale is None else loss_scale.to(device)
+        self._device["grad_norm"] = before.square().sum().sqrt() / divisor
+        self._device["update_norm"] = (after * scales).square().sum().sqrt() / divisor
         for i, layer in enumerate(layers):
             for parameter, part in split_grad(layer, updates[i] * scales[i].to(updates[i])):
                 assert parameter.grad is not None
@@ -286,14 +319,6 @@ class KFAC:
             raise ValueError('rescale="kl-clip" needs the learning rate: call kfac.step(lr=...)')
         return {id(p): lr for p in self._model.parameters()}
 
-    def _finite(self, gradients: list[Tensor], device: torch.device) -> Tensor:
-        """Whether every gradient is finite, as a tensor: nothing waits for the device."""
-        good = torch.ones((), dtype=torch.bool, device=device)
-        if gradients:
-            good = torch.isfinite(run.norms(gradients, device)).all()
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        return good if found_inf is None else good & (found_inf.to(device).reshape(()) == 0)
-
     def _count(self, name: str, happened: Tensor) -> None:
         count = happened.to(torch.float32)
         self._device[name] = count + self._device[name].to(count.device) if name in self._device else count
@@ -310,32 +335,9 @@ class KFAC:
             and (basis := self._states[layer.name].basis()) is not None
         }
 
-    def _check_accumulation(self, num_passes: int) -> None:
-        if num_passes > 1 and self.settings.accumulate is None and not self._said_accumulation:
-            self._said_accumulation = True
-            warnings.warn(
-                f"{num_passes} backward passes were accumulated in one step: K-FAC assumes that each loss was divided "
-                f'by their number. Say so with accumulate="mean", or "sum" where losses were not divided, or "terms" '
-                f"where they were summed over all terms of the step and divided by their number.",
-                stacklevel=2,
-            )
-
-    def _check_capture(self, batch: dict[str, BatchStatistics], num_passes: int) -> None:
-        """At the first measured step: did every layer that got a gradient pass through its hook?"""
-        if self._checked_capture or (num_passes and not batch):  # an empty batch tells nothing
-            return
-        self._checked_capture = True
-        trained = [layer.name for layer in self.layers if layer.weight.grad is not None]
-        unseen = [name for name in trained if name not in batch]
-        if trained and len(unseen) == len(trained):
+    def _check_scaler(self) -> None:
+        if not self._probe.has_scaler and getattr(self._optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                f"none of the {len(trained)} layers with gradients was seen by K-FAC's hooks. If the model was "
-                f"compiled and had already run, attach K-FAC before its first call, or call torch._dynamo.reset() "
-                f"after attaching. If the gradients were made in another way, K-FAC cannot measure them."
-            )
-        if unseen:
-            warnings.warn(
-                f"{len(unseen)} layers have gradients but were not called as modules, so K-FAC cannot measure them "
-                f"and passes their gradients on unchanged: {', '.join(unseen[:8])}",
-                stacklevel=2,
+                "a GradScaler steps this optimizer: pass KFAC(..., grad_scaler=scaler), so that the loss scale does "
+                "not enter the statistics"
             )

@@ -18,6 +18,17 @@ from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silen
 from dkfac.tape import BatchStatistics
 
 
+def gradients_are_finite(gradients: list[Tensor], found_inf: Tensor | None, device: torch.device) -> Tensor:
+    """Whether every gradient is finite, as a tensor: nothing waits for the device.
+
+    ``found_inf``: what a gradient scaler tells a fused optimizer.
+    """
+    good = torch.ones((), dtype=torch.bool, device=device)
+    if gradients:
+        good = torch.isfinite(norms(gradients, device)).all()
+    return good if found_inf is None else good & (found_inf.to(device).reshape(()) == 0)
+
+
 def all_finite(batch: Iterable[BatchStatistics], device: torch.device) -> Tensor:
     """Whether every batch factor, and moment, is finite, as a tensor. A factor with a bad entry has a bad trace."""
     traces: list[Tensor] = []
@@ -36,7 +47,6 @@ def average(layer: Layer, state: LayerState, batch: BatchStatistics, *, decay: f
     for key, factor in batch.factors.items():
         running = state.running.setdefault(key, Average.empty(factor))
         running.update(factor, decay, good)
-        running.value = silence_bias(layer, key, running.value)
     if batch.moments is not None:
         if state.moments is None:
             state.moments = Average.empty(batch.moments)
@@ -48,7 +58,7 @@ def decompose(layer: Layer, state: LayerState, settings: Settings, step: int) ->
     if not all(bool(running.weight > 0) for running in state.running.values()):
         return []
     old_basis = state.basis()
-    factors = {key: running.mean() for key, running in state.running.items()}
+    factors = {key: silence_bias(layer, key, running.mean()) for key, running in state.running.items()}
     state.means = {key: mean_of_live(layer, key, factor) for key, factor in factors.items()}
     shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
     rungs: list[Rung] = []
@@ -145,13 +155,14 @@ def kl_scale(
             assert parameter.grad is not None
             product = (part * parameter.grad).sum().to(sane.device, dtype) / (scale * scale)
             products.append(torch.where(sane[i], product, 0.0))
-            rate = rates[id(parameter)]
+            rate = rates.get(id(parameter), 0.0)
             factors.append(rate if isinstance(rate, Tensor) else float(rate))
     return kl_factor(products, factors, kl_clip)
 
 
 def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the Euclidean norm of each, ``[len(tensors)]``, at least in float32, on one device."""
-    found = [n.to(device) for n in torch._foreach_norm(tensors)]
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]  # a norm overflows float16 before its entries
+    found = [n.to(device) for n in torch._foreach_norm(wide)]
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
     return torch.stack([n.to(dtype) for n in found])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, get_args
 
 Scheduled = float | Callable[[int], float]
@@ -111,9 +112,10 @@ class Settings:
                 continue
             bound = f"a number {'>' if low_open else '>='} {low:g}"
             bound += f" and < {high:g}" if math.isfinite(high) else ""
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
                 raise _bad(name, value, f"{bound}, or a function of the step", consequence)
-            if value < low or (low_open and value == low) or value >= high:
+            number = float(value)
+            if number < low or (low_open and number == low) or number >= high:
                 raise _bad(name, value, f"{bound}, or a function of the step", consequence)
         for name, least, consequence in _INTEGERS:
             value = getattr(self, name)
@@ -125,7 +127,7 @@ class Settings:
             or not isinstance(self.skip, Iterable)
             or not all(isinstance(pattern, str) for pattern in self.skip)
         ):
-            raise _bad("skip", self.skip, "a list of layer names or patterns", "a bare string is many letters")
+            raise _bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
         object.__setattr__(self, "skip", tuple(self.skip))
         if not isinstance(self.announce, bool):
             raise _bad("announce", self.announce, "True or False", "")
@@ -174,10 +176,10 @@ class Settings:
         if not callable(value):
             return float(value)
         result = value(step)
-        if isinstance(result, bool) or not isinstance(result, (int, float)):
-            raise TypeError(f"{name}({step}) returned {result!r}; a schedule returns a number")
+        if isinstance(result, bool) or not isinstance(result, Real):
+            raise TypeError(f"{name}({step}) returned {result!r}; a schedule returns a number, as float(...) does")
         for field_name, low, high, low_open, consequence in _RANGES:
-            if field_name == name and not (low <= result < high and not (low_open and result == low)):
+            if field_name == name and not (low <= float(result) < high and not (low_open and result == low)):
                 raise _bad(f"{name}({step})", result, f"a number from {low:g} to {high:g}", consequence)
         return float(result)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer
-from dkfac.ops.decompose import Decomposition, Eigen, mean_eigenvalue
+from dkfac.ops.decompose import Decomposition, Eigen, from_tensors, mean_eigenvalue
 
 
 @dataclass(slots=True)
@@ -28,7 +28,8 @@ class Average:
         self.weight = torch.where(good, self.weight * decay + 1, self.weight)
 
     def mean(self) -> Tensor:
-        return self.value / self.weight
+        """Return the average; zero before the first value."""
+        return self.value / self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
 
 
 @dataclass(slots=True)
@@ -52,6 +53,20 @@ class LayerState:
         held = [t for average in averages for t in (average.value, average.weight)]
         held += [t for d in self.decompositions.values() for t in d.tensors().values()]
         return held + list(self.means.values())
+
+    def follow(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """Move to where the weight is, and to the dtype of its factors, if the model was moved since."""
+        if all(t.device == weight.device and t.dtype == dtype for t in self.tensors()[:1]):
+            return
+        for average in [*self.running.values(), *([] if self.moments is None else [self.moments])]:
+            average.value, average.weight = (
+                average.value.to(weight.device, dtype),
+                average.weight.to(weight.device, dtype),
+            )
+        for key, decomposition in self.decompositions.items():
+            moved = {name: t.to(weight.device, dtype) for name, t in decomposition.tensors().items()}
+            self.decompositions[key] = from_tensors(moved)
+        self.means = {key: t.to(weight.device, dtype) for key, t in self.means.items()}
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors())

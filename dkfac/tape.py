@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ from dkfac.ops import factors as ops
 from dkfac.ops.decompose import Eigen
 from dkfac.plan.spec import FactorSpec
 from dkfac.settings import Settings
+from dkfac.timing import StageTimer
+
+NEVER_STEPPED = 500
+"""Backward passes without a step after which something must be wrong."""
 
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
@@ -57,6 +62,8 @@ class Window:
     num_passes: int = 0
     terms: Tensor | float = 0.0
     scaler_epoch: object = None
+    filled: bool = False
+    """Whether the last pass left gradients on the weights, as ``backward()`` does and ``autograd.grad`` does not."""
 
 
 class Tape:
@@ -76,14 +83,21 @@ class Tape:
         self._scaler = scaler
         self._pending_terms: Terms | None = None
         self._terms: Terms | None = None
+        self.timer = StageTimer()
+        self._lock = threading.RLock()
         self._task = -1
         self._counted = False
+        self._num_passes_without_step = 0
 
     def set_terms(self, number: Tensor | float, mask: Tensor | None) -> None:
-        """Say what the next backward pass is a mean over."""
+        """Say what the next measured backward pass is a mean over."""
         if isinstance(number, Tensor):
             number = number.detach().to(torch.float64)  # integers would divide to float32
         self._pending_terms = Terms(number, mask)
+
+    def forget_terms(self) -> None:
+        """What was said of a pass that was not measured does not hold for the next."""
+        self._pending_terms = None
 
     def discard(self) -> None:
         """Forget what was measured since the last step."""
@@ -96,27 +110,50 @@ class Tape:
         one is seen first: it recomputes a forward, or runs the hook, that starts the inner one.
         """
         task = torch._C._current_graph_task_id()
+        with self._lock:
+            self._enter(task)
+
+    def _enter(self, task: int) -> None:
         if self._task != -1 or task == -1:
             return
         self._task, self._counted = task, False
+        self._terms = None
         torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+        # ``scaler.update()`` replaces this table. If it ran and no step was taken, the scaler found an overflow and
+        # did not call the optimizer. That step's statistics are void, and so are those of gradients thrown away.
         epoch = getattr(self._scaler, "_per_optimizer_states", None)
-        if self.window.num_passes and epoch is not self.window.scaler_epoch:
-            # ``scaler.update()`` ran (it replaces that table) and no step was taken: the scaler found an
-            # overflow and did not call the optimizer. That step's statistics are void.
+        if self.window.num_passes and (epoch is not self.window.scaler_epoch or self._gradients_are_gone()):
             self.discard()
             self.num_abandoned += 1
         self.window.scaler_epoch = epoch
-        self._terms, self._pending_terms = self._pending_terms, None
 
     def leave(self) -> None:
         self._task = -1
+        self.window.filled = not self._no_gradients()
+
+    def _gradients_are_gone(self) -> bool:
+        """Whether ``zero_grad()`` was called since the last pass: a dropped step, or the other half of a GAN."""
+        return self.window.filled and self._no_gradients()
+
+    def _no_gradients(self) -> bool:
+        return all(layer.weight.grad is None for layer in self.layers if layer.name in self.window.layers)
 
     def outside(self) -> None:
         """Note a forward outside any backward pass. A pass that has not ended by then died of an exception."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
             self.discard()
+
+    def begin_pass(self, terms: float) -> None:
+        """Count the backward pass that runs now, once, as one that is measured; it uses up ``set_terms``."""
+        if self._counted:
+            return
+        self._counted = True
+        self._terms, self._pending_terms = self._pending_terms, None
+        self._warn_if_never_stepped()
+        self.window.num_passes += 1
+        number = terms if self._terms is None else self._terms.number
+        self.window.terms = _here(self.window.terms, number) + number
 
     @property
     def mask(self) -> Tensor | None:
@@ -130,20 +167,20 @@ class Tape:
         if (exact and self.column is None) or (not exact and not reaches(layer.weight)):
             return
         examples, terms = sizes
-        number = float(terms) if self._terms is None else self._terms.number
-        if not self._counted:
-            self._counted = True
-            self.window.num_passes += 1
-            self.window.terms = self.window.terms + number
-        if g.numel() == 0:
-            return
-        weight = 1.0 if exact or self.settings.accumulate == "terms" else number * number
-        sums = self.window.layers.setdefault(layer.name, Sums())
-        call = (self.window.num_passes, self.column)
-        sums.called_again |= call == sums.last_call
-        sums.last_call = call
+        device = g.device
+        with self._lock:  # layers on other devices have backward threads of their own
+            self.begin_pass(float(terms))
+            if g.numel() == 0:
+                return
+            number = float(terms) if self._terms is None else _here(self._terms.number, g)
+            weight = 1.0 if exact or self.settings.accumulate == "terms" else number * number
+            sums = self.window.layers.setdefault(layer.name, Sums())
+            call = (self.window.num_passes, self.column)
+            sums.called_again |= call == sums.last_call
+            sums.last_call = call
         batch_dim = self.settings.batch_dim
-        with torch.no_grad():
+        no_autocast = torch.autocast(device.type, enabled=False)
+        with torch.no_grad(), no_autocast, self.timer.stage("capture", device):
             for rows in rows_of(layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats):
                 self._add(layer, sums, rows, weight)
 
@@ -154,9 +191,19 @@ class Tape:
         scale: Tensor | float = self._scaler._get_scale_async()
         return 1.0 if scale is None else scale
 
+    def _warn_if_never_stepped(self) -> None:
+        self._num_passes_without_step += 1
+        if self._num_passes_without_step == NEVER_STEPPED:
+            warnings.warn(
+                f"{NEVER_STEPPED} backward passes were measured, but no step was taken through K-FAC: was the "
+                f"optimizer made anew after K-FAC was attached, or is kfac.step() missing?",
+                stacklevel=2,
+            )
+
     def take(self) -> dict[str, BatchStatistics]:
         """Return the batch factors measured since the last call and start anew."""
         window, self.window, self._task = self.window, Window(), -1
+        self._num_passes_without_step = 0
         if not window.layers:
             return {}
         terms = window.terms
@@ -170,11 +217,15 @@ class Tape:
                 case "sum":
                     unit = 1.0
         loss_scale = self.gradient_scale()
+        loss_scale = _here(loss_scale, terms)
         scale = unit / (terms * loss_scale * loss_scale)
         result: dict[str, BatchStatistics] = {}
         for name, sums in window.layers.items():
-            factors = {key: s / sums.rows if key == "A" else s * scale for key, s in sums.factors.items()}
-            result[name] = BatchStatistics(factors, None if sums.moments is None else sums.moments * scale)
+            factors = {
+                key: s / _here(sums.rows, s) if key == "A" else s * _here(scale, s) for key, s in sums.factors.items()
+            }
+            moments = None if sums.moments is None else sums.moments * _here(scale, sums.moments)
+            result[name] = BatchStatistics(factors, moments)
         return result
 
     def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float) -> None:
@@ -256,11 +307,17 @@ def _moments(layer: Layer, a: Tensor, rows: Rows, basis: dict[str, Eigen]) -> Te
     assert q_g is not None
     a = regroup(a, rows.examples, layer.name).to(layer.dtype)
     g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
+    q_a, q_g = q_a.to(a), q_g.to(g)  # the model may have been converted since
     if layer.has_bias:
         a = torch.einsum("nsbi,bij->nsbj", a, q_a[:, :-1]) + q_a[:, -1]
     else:
         a = torch.einsum("nsbi,bij->nsbj", a, q_a)
     return ops.gradient_square_sum(a, torch.einsum("nsbo,bop->nsbp", g, q_g))
+
+
+def _here(value: Tensor | float, like: Tensor | float) -> Tensor | float:
+    """Return the value where the other is, if both are tensors."""
+    return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
 
 
 def _accumulate(sums: dict[str, Tensor], key: str, value: Tensor) -> None:

@@ -21,9 +21,10 @@ class StageTimer:
     def stage(self, name: str, device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
+            stream = torch.cuda.current_stream(device)
+            start.record(stream)
             yield
-            end.record()
+            end.record(stream)
             self._open.append((name, start, end))
             self._harvest(wait=False)
             return

@@ -227,7 +227,7 @@ def test_attaching_after_the_first_compiled_run_is_an_error_that_names_the_cure(
     net = torch.compile(model, fullgraph=True, backend=backend)
     mean_loss(net(x), y).backward()
     model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kfac = attach(model, optimizer)
     mean_loss(net(x), y).backward()
     with pytest.raises(RuntimeError, match=r"attach K-FAC before its first call.*torch\._dynamo\.reset\(\)"):

@@ -135,6 +135,12 @@ def test_who_wins_in_epochs_may_lose_in_seconds():
     assert demo.verdict(curves, "seconds").startswith("In seconds SGD wins")
 
 
+def test_the_end_is_judged_by_the_last_accuracy():
+    curves = {"SGD": [curve(0.9, 0.99), curve(0.98)], "K-FAC": [curve(0.99, 0.97), curve(0.99)]}
+    assert demo.final(curves) == "At the end SGD is more accurate: 98.5% against 98.0%, in 1 of 2 seeds."
+    assert demo.final({"SGD": [EARLY], "K-FAC": [EARLY]}) == "At the end a draw: 97.0% each."
+
+
 def test_the_table_says_when_the_target_was_missed():
     text = demo.table({"SGD": [curve(0.9), curve(0.97)], "K-FAC": [curve(0.97, 0.99), curve(0.9, 0.98)]})
     header, sgd, kfac = text.splitlines()
@@ -177,7 +183,16 @@ def test_off_a_terminal_the_progress_is_a_line_per_run_and_on_one_a_bar(capsys):
 def test_the_quick_demo_prints_a_table_and_a_verdict_and_writes_a_plot(tmp_path):
     result = execute("--quick", "--out", str(tmp_path / "new" / "folder"))
     assert result.returncode == 0, result.stderr
-    for expected in ("epochs to 97%", "seconds to 97%", "final accuracy", "SGD", "K-FAC", "In epochs", "In seconds"):
+    for expected in (
+        "epochs to 97%",
+        "seconds to 97%",
+        "final accuracy",
+        "SGD",
+        "K-FAC",
+        "In epochs",
+        "In seconds",
+        "At the end",
+    ):
         assert expected in result.stdout
     assert "[2/2] seed 0 K-FAC" in result.stderr
     assert result.stderr.count("dkfac: ") == 1

@@ -182,7 +182,7 @@ def test_report_has_counters_and_seconds_of_each_stage():
     assert (found["steps"], found["layers"]) == (5, 5)
     assert found["counters"]["refreshes"] == 3
     assert all(type(value) is int for value in found["counters"].values())
-    assert found["stage_seconds"].keys() == {"average", "decompose", "precondition"}
+    assert found["stage_seconds"].keys() == {"capture", "average", "decompose", "precondition"}
     assert all(seconds > 0 for seconds in found["stage_seconds"].values())
     assert sum(found["stage_seconds"].values()) < elapsed
 

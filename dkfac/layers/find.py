@@ -76,9 +76,15 @@ def kind_of(module: nn.Module) -> str | None:
     if foreign is not None:
         return foreign
     for base, kind in KINDS.items():
-        if isinstance(module, base) and cls.forward is base.forward:
+        if isinstance(module, base) and cls.forward is base.forward and "forward" not in vars(module):
             return kind
     return None
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether K-FAC has a rule for a module whose weight does not train."""
+    weight = module._parameters.get("weight")
+    return kind_of(module) is not None and weight is not None and not weight.requires_grad
 
 
 def find_layers(

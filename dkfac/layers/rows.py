@@ -62,7 +62,7 @@ def regroup(rows: Tensor, examples: int, name: str) -> Tensor:
     n, s = rows.shape[:2]
     if n == examples:
         return rows
-    if examples == 0 or (n * s) % examples:
+    if examples <= 0 or (n * s) % examples:
         raise RuntimeError(
             f"layer {name!r} saw {n * s} rows for {examples} examples: they cannot be told apart by example, "
             f'which weight_sharing="reduce", curvature="ekfac" and norm layers need. '
@@ -77,6 +77,8 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
         return x.reshape(1, 1, -1)
     if 0 < batch_dim < x.ndim - 1 and x.shape[batch_dim] == examples:
         x = x.movedim(batch_dim, 0)
+    elif x.ndim > 2 and x.shape[1] == examples and x.shape[0] % max(examples, 1):
+        x = x.movedim(1, 0)  # a layer fed sequence-first inside a batch-first model
     elif batch_dim == 1 and examples > 0 and x.shape[0] != examples and x.shape[0] % examples == 0:
         x = x.reshape(-1, examples, *x.shape[1:]).movedim(1, 0)  # flattened with the examples inside
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])

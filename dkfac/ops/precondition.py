@@ -67,7 +67,7 @@ def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[
     if "F" in means:
         return {"F": damping + torch.zeros_like(means["F"])}
     a, g = means["A"], means["G"]
-    pi = torch.where((a > 0) & (g > 0), (a / g).sqrt(), 1.0)
+    pi = torch.where((a > 0) & (g > 0), a.sqrt() / g.sqrt(), 1.0)  # a / g may overflow
     root = damping.to(pi).sqrt() if isinstance(damping, Tensor) else damping**0.5
     return {"A": root * pi, "G": root / pi}
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data, recipe = digits.load(), digits.Recipe(epochs=options.epochs)
     print(introduction(data, recipe, options.seeds))
     curves = compare(data, recipe, options.seeds)
-    print(f"\n{table(curves)}\n\n{verdict(curves, 'epochs')}\n{verdict(curves, 'seconds')}")
+    print(f"\n{table(curves)}\n\n{verdict(curves, 'epochs')}\n{verdict(curves, 'seconds')}\n{final(curves)}")
     path = options.out / "digits.png"
     plot(curves, path)
     print(f"plot: {path}")
@@ -190,6 +190,20 @@ def verdict(curves: Curves, unit: str) -> str:
         f"In {unit} {NAMES[winner]} {'wins' if clear else 'is ahead'}: {means[winner]:.2f} against "
         f"{means[loser]:.2f}, {share:.0%} less, in {sum(gap > 0 for gap in gaps)} of {len(gaps)} seeds"
         f"{'' if clear else ', which may be chance'}."
+    )
+
+
+def final(curves: Curves) -> str:
+    """Say who ends higher, and in how many of the seeds."""
+    pairs = list(zip(*([run[-1].accuracy for run in curves[name]] for name in NAMES), strict=True))
+    means = [fmean(column) for column in zip(*pairs, strict=True)]
+    if means[0] == means[1]:
+        return f"At the end a draw: {means[0]:.1%} each."
+    winner, loser = (1, 0) if means[1] > means[0] else (0, 1)
+    num_ahead = sum(pair[winner] > pair[loser] for pair in pairs)
+    return (
+        f"At the end {NAMES[winner]} is more accurate: {means[winner]:.1%} against {means[loser]:.1%}, "
+        f"in {num_ahead} of {len(pairs)} seeds."
     )
 
 
