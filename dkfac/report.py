@@ -31,11 +31,14 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     share = ours / max(1, ours + sum(item.num_parameters for item in left))
     extra = sum(state_bytes(layer, settings) for layer in layers)
     damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
+    warmup = settings.warmup_refresh
+    early = "" if warmup is None or warmup[0] >= settings.inverse_interval else f", denser before step {warmup[1]}"
     with_what = type(optimizer).__name__ if optimizer is not None else "your own steps"
     return (
         f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
         f"({settings.curvature}, {settings.solver}, damping {damping} {settings.damping_mode}, factors every "
-        f"{settings.factor_interval}, inverses every {settings.inverse_interval} steps, rescale {settings.rescale}); "
+        f"{settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}, "
+        f"rescale {settings.rescale}); "
         f"about {_size(extra)} extra memory; keep your lr and schedule"
     )
 

@@ -39,7 +39,7 @@ class Recipe:
 
     epochs: int = 10
     batch_norm: bool = True
-    """Normalise after each convolution. Without it SGD's best lr is 0.1, where K-FAC diverges from some starts."""
+    """Normalise after each convolution. Without it SGD's best lr is 0.1, an edge where K-FAC can diverge."""
 
     batch_size: int = 64
     momentum: float = 0.9
