@@ -12,20 +12,15 @@ With ``--no-norm`` either is about the demo's network without its normalisation 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from environment import write
 
 import dkfac
 from dkfac.recipes import digits
@@ -69,7 +64,6 @@ def main() -> None:
         print(as_line(row), flush=True)
     used = time.process_time() - start
     result = {
-        "environment": environment(),
         "cpu_seconds": round(used, 1),
         "epochs": arguments.epochs,
         "batch_norm": not arguments.no_norm,
@@ -77,9 +71,7 @@ def main() -> None:
         "seeds": [recipe.seed for recipe in recipes],
         "rows": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{used:.0f} s of one core; wrote {out}", file=sys.stderr)
+    write(out, result)
 
 
 @dataclass(frozen=True)
@@ -152,26 +144,6 @@ def as_line(row: dict[str, Any]) -> str:
         f"run {row['mean_accuracy_of_the_run']:.2%}  to 97%: {row['epochs_to_97']:5.2f} epochs "
         f"{row['seconds_to_97']:5.2f} s  all {row['seconds']:5.2f} s  {what}"
     )
-
-
-def environment() -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "dkfac": dkfac.__version__,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-    }
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

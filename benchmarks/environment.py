@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 
 import torch
@@ -18,6 +19,7 @@ def environment() -> dict:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "dkfac": dkfac.__version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -25,7 +27,17 @@ def environment() -> dict:
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "machine": platform.machine(),
+        "load_average": os.getloadavg(),
     }
+
+
+def commit() -> str | None:
+    """Return the commit that runs, None outside a checkout."""
+    command = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:
+        return None
 
 
 def write(path: str | pathlib.Path, results: dict) -> None:
