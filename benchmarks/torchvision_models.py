@@ -130,7 +130,8 @@ def main() -> None:
         print(name, results[name], flush=True)
         torch.cuda.empty_cache()
         passed = sum(r["passed"] for r in results.values())
-        write(args.out, {"lr": args.lr, "steps": args.steps, "passed": passed, "models": results})
+        settings = dkfac.Settings().describe()
+        write(args.out, {"lr": args.lr, "steps": args.steps, "kfac": settings, "passed": passed, "models": results})
     print(f"{passed} of {len(results)} models train")
 
 
