@@ -48,12 +48,20 @@ def tensors():
 
 
 def assert_no_growth(work, *, warm_up, times):
+    """A leak grows in every window; an allocator that settles late, as on a busy machine, only in some."""
     work(warm_up)
-    before = memory()
-    work(times)
-    after = memory()
-    for what, old, new in zip(("Python objects", "tensors", "resident memory"), before, after, strict=True):
-        assert new - old <= MEGABYTE, f"{what} grew by {new - old:,} bytes"
+    for _ in range(5):
+        before = memory()
+        work(times)
+        grown = {
+            what: new - old
+            for what, old, new in zip(("Python objects", "tensors", "resident memory"), before, memory(), strict=True)
+            if new - old > MEGABYTE
+        }
+        if not grown:
+            return
+        assert set(grown) == {"resident memory"}, f"grew by {grown} bytes"
+    raise AssertionError(f"grew by {grown} bytes in each of 5 windows")
 
 
 def test_a_thousand_attach_close_cycles_leave_no_memory_and_no_hooks():
