@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Container
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from dkfac.comm import agree, groups
+from dkfac.exchange import Exchange
 from dkfac.layers.find import Left
 from dkfac.layers.layer import Layer
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.plan import Plan
+from dkfac.plan.program import expand
 from dkfac.settings import Settings
 
 
@@ -47,11 +53,6 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         )
     if scaler is not None and not hasattr(scaler, "_get_scale_async"):
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            f"this release of dkfac runs in one process; torch.distributed has {dist.get_world_size()} ranks here, "
-            f"whose statistics would not be combined"
-        )
 
 
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
@@ -63,4 +64,43 @@ def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.M
         raise RuntimeError(
             f"layer {twice[0]!r} is already attached to another KFAC, which would precondition it twice; close() the "
             f"other one first, or call dkfac.detach(model)"
+        )
+
+
+def connect(layers: list[Layer], settings: Settings, process_group: Any) -> tuple[Plan, Exchange | None]:
+    """Return the plan that all ranks agree on and the network it runs over, None for one rank. A collective call."""
+    world_size = groups.world_size(process_group)
+    specs = [layer.spec for layer in layers]
+    choices = Choices(
+        strategy=settings.strategy,
+        worker_fraction=settings.worker_fraction,
+        replicate_factors=settings.replicate_factors,
+        wire_dtype=settings.wire_dtype,
+        share=settings.share,
+        fusion=settings.fusion or ("optimal" if settings.overlap else "one"),
+        solver=settings.solver,
+        moments=settings.curvature == "ekfac",
+        factor_interval=settings.factor_interval,
+        inverse_interval=settings.inverse_interval,
+    )
+    if world_size == 1:
+        return make_plan(specs, 1, choices), None
+    device = layers[0].weight.device
+    own = groups.Groups(process_group)
+    schedules = {name: settings.at(name, 0) for name in ("damping", "factor_decay", "kl_clip")}
+    said = {name: value for name, value in settings.describe().items() if name != "announce"}
+    description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs]}
+    agree.check_same(own, description, device)
+    plan = make_plan(specs, world_size, choices)
+    agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
+    return plan, Exchange(plan, expand(plan), own, device)
+
+
+def check_world(planned: int, process_group: Any) -> None:
+    """Refuse a step in a world that K-FAC was not attached in."""
+    now = groups.world_size(process_group)
+    if now != planned:
+        raise RuntimeError(
+            f"K-FAC was attached when torch.distributed had {planned} rank{'s' if planned > 1 else ''}; now it has "
+            f"{now}: attach K-FAC after init_process_group, and close() it before destroy_process_group"
         )

@@ -140,6 +140,7 @@ class Probe:
         self.loss_terms = settings.loss_terms
         self.exact_loss = settings.exact_loss if settings.fisher == "exact" else None
         self.has_scaler = has_scaler
+        self.watched = {layer.name for layer in tape.layers}
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
         _TAPES[self.handle] = tape
@@ -150,6 +151,10 @@ class Probe:
         """The same for a compiled block inside a forward that is not compiled: it would be specialised on numbers.
         In a compiled forward they come from shapes, and a tensor made of them would be work for the CPU."""
 
+    def watch(self, names: set[str]) -> None:
+        """Measure only these layers."""
+        self.watched = names
+
     def forget_sizes(self) -> None:
         """Between steps: what the last forward had says nothing of the next."""
         self.sizes, self.examples, self.terms = None, -1, -1
@@ -159,6 +164,8 @@ class Probe:
         assert self.tape is not None
         handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self), with_kwargs=True)]
         for index, layer in enumerate(self.tape.layers):
+            if layer.name not in self.watched:
+                continue
             hook = LayerHook(self, index, layer)
             # First of all hooks: one that changes the output would change what its gradient means.
             handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))

@@ -82,7 +82,7 @@ def _save_layer(state: LayerState, decompositions: bool) -> dict[str, Any]:
 def _load_layer(saved: Any, layer: Layer) -> LayerState:
     if not isinstance(saved, dict) or not isinstance(saved.get("running"), dict):
         raise TypeError(f"the state of layer {layer.name!r} is {_what(saved)}, not a dict with running factors")
-    state = LayerState()
+    state = LayerState(len(layer.spec.factors))
     known = {factor.key: factor for factor in layer.spec.factors}
     unknown = [key for key in (*saved["running"], *saved.get("decompositions", {})) if key not in known]
     if unknown:
@@ -100,6 +100,7 @@ def _load_layer(saved: Any, layer: Layer) -> LayerState:
         if absent:
             raise ValueError(f"the state of layer {layer.name!r} has decompositions but no {absent[0]!r}")
         state.means = {key: _place(t, layer) for key, t in saved["means"].items()}
+        state.decomposed = set(state.decompositions)
         state.decomposed_at = int(saved["decomposed_at"])
         state.failures = {key: int(n) for key, n in saved["failures"].items()}
         if "moments" in saved:

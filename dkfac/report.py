@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from dkfac.layers.find import Left
 from dkfac.layers.layer import Layer
 from dkfac.settings import Settings
 from dkfac.state import LayerState
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
 
 COUNTERS = (
     "refreshes",
@@ -98,6 +101,31 @@ def metrics(
         result[f"fallbacks_{rung}"] = float(counters[rung])
     result |= {name: float(value) for name, value in device.items()}
     return result
+
+
+def full(runner: Runner, counters: dict[str, int]) -> dict[str, Any]:
+    """Return counters, memory in bytes, seconds by stage, and the plan's memory and transfers."""
+    plan = runner.plan
+    held = {name: state.num_bytes() for name, state in runner.states.items()}
+    program = () if runner.exchange is None else runner.exchange.program.transfers
+    return {
+        "steps": runner.step,
+        "layers": len(runner.layers),
+        "counters": counters,
+        "memory_bytes": held,
+        "total_memory_bytes": sum(held.values()),
+        "stage_seconds": runner.tape.timer.seconds(),
+        "strategy": plan.strategy,
+        "rank": runner.rank,
+        "world_size": plan.world_size,
+        "rank_memory_bytes": [sum(plan.memory_bytes(rank).values()) for rank in range(plan.world_size)],
+        "transfers": [
+            {"stage": t.stage, "how": t.how, "num_ranks": len(t.group), "dtype": t.dtype,
+             "bytes": t.num_bytes, "padding_bytes": t.padding_bytes}
+            for t in program
+            if runner.rank in t.group
+        ],
+    }  # fmt: skip
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -21,6 +21,12 @@ LossTerms = Literal["batch", "token"]
 Accumulate = Literal["mean", "sum", "terms"]
 NormForm = Literal["unit", "full", "diagonal", "off"]
 ExactLoss = Literal["cross-entropy", "mse"]
+Strategy = Literal[
+    "auto", "comm-opt", "sharded", "local", "replicated", "layer-wise", "factor-wise", "hybrid-opt", "mem-opt", "spd"
+]
+WireDtype = Literal["float32", "bfloat16", "float16"]
+Share = Literal["gradients", "weights"]
+Fusion = Literal["one", "optimal", "spd"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,14 +99,39 @@ class Settings:
     announce: bool = True
     """Say in one line what was attached."""
 
+    strategy: Strategy = "auto"
+    """Who holds, decomposes and preconditions what under torch.distributed. Results do not depend on it, except that
+    under ``"local"`` a layer's owner measures on its own batches alone."""
+
+    worker_fraction: float | None = None
+    """``strategy="hybrid-opt"``: the share of the ranks that hold a layer's decompositions; None: half."""
+
+    replicate_factors: bool = False
+    """Keep running factors on every rank, as the papers do, instead of with who decomposes them."""
+
+    wire_dtype: WireDtype | None = None
+    """Precision of factors and preconditioned gradients on the network; None: their own."""
+
+    share: Share = "gradients"
+    """What a layer's owner sends: the preconditioned gradient, or the updated weights after it alone has stepped."""
+
+    overlap: bool = False
+    """Reduce factors during forward and backward instead of after them; the numbers are the same."""
+
+    fusion: Fusion | None = None
+    """Which factors are reduced together: all, as soon as it pays, or by SPD-KFAC's rule. None: all, or, with
+    ``overlap``, as soon as it pays."""
+
     def __post_init__(self) -> None:
+        if self.wire_dtype is not None and type(self.wire_dtype).__module__ == "torch":
+            object.__setattr__(self, "wire_dtype", str(self.wire_dtype).removeprefix("torch."))
         for name, allowed, consequence in _CHOICES:
             value = getattr(self, name)
             options = get_args(allowed)
             if name == "loss_terms" and isinstance(value, int) and not isinstance(value, bool):
                 if value < 1:
                     raise _bad(name, value, "an integer >= 1", consequence)
-            elif value is None and name in ("accumulate", "exact_loss"):
+            elif value is None and name in ("accumulate", "exact_loss", "wire_dtype", "fusion"):
                 continue
             elif not isinstance(value, str) or value not in options:
                 text = ", ".join(repr(option) for option in options)
@@ -129,8 +160,10 @@ class Settings:
         ):
             raise _bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
         object.__setattr__(self, "skip", tuple(self.skip))
-        if not isinstance(self.announce, bool):
-            raise _bad("announce", self.announce, "True or False", "")
+        for name in ("announce", "replicate_factors", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False", "")
+        self._check_distribution()
         if self.fisher == "exact" and self.exact_loss is None:
             raise ValueError(
                 'fisher="exact" needs exact_loss="cross-entropy" or "mse": the Hessian of the loss with '
@@ -157,6 +190,22 @@ class Settings:
                 "warmup_refresh", warmup, "None or (every, until), integers >= 1", "early steps use it as a rhythm"
             )
         object.__setattr__(self, "warmup_refresh", tuple(warmup))
+
+    def _check_distribution(self) -> None:
+        if self.overlap and self.wire_dtype == "float16":
+            raise ValueError(
+                'overlap=True with wire_dtype="float16": sums leave before all ranks know how large they are, and '
+                'float16 has little range; use "bfloat16"'
+            )
+        fraction: Any = self.worker_fraction
+        if fraction is None:
+            return
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
+            raise _bad("worker_fraction", fraction, "a number > 0 and <= 1", "it is a share of the ranks")
+        if self.strategy != "hybrid-opt":
+            raise ValueError(
+                f'worker_fraction={fraction:g} is used by strategy="hybrid-opt" alone; strategy is {self.strategy!r}'
+            )
 
     def rhythm(self, step: int) -> tuple[bool, bool]:
         """Return whether this step measures factors and whether it decomposes them; step 0 does both."""
@@ -210,6 +259,10 @@ _CHOICES: tuple[tuple[str, Any, str], ...] = (
     ("loss_terms", LossTerms, "the scale of G, and so the meaning of damping, depends on it"),
     ("accumulate", Accumulate, "the scale of G depends on how micro-batch losses were combined"),
     ("norm_form", NormForm, "it decides the curvature of norm layers"),
+    ("strategy", Strategy, "it decides which rank does what"),
+    ("wire_dtype", WireDtype, "factors travel in it"),
+    ("share", Share, "it decides what the owner of a layer sends"),
+    ("fusion", Fusion, "it decides which factors are reduced together"),
 )
 _RANGES: tuple[tuple[str, float, float, bool, str], ...] = (
     ("damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),

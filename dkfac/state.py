@@ -34,19 +34,24 @@ class Average:
 
 @dataclass(slots=True)
 class LayerState:
+    """What this rank holds of a layer, and what every rank knows of it."""
+
+    num_factors: int
     running: dict[str, Average] = field(default_factory=dict)
     decompositions: dict[str, Decomposition] = field(default_factory=dict)
     means: dict[str, Tensor] = field(default_factory=dict)
     """Mean eigenvalue per block of each factor when it was decomposed, ``[B]``."""
     moments: Average | None = None
     decomposed_at: int = -1
+    decomposed: set[str] = field(default_factory=set)
+    """Factors that have a decomposition, here or on another rank."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failed decompositions in a row, by factor."""
 
     def basis(self) -> dict[str, Eigen] | None:
         """Return the eigenbases in use if every factor has one."""
         bases = {k: d for k, d in self.decompositions.items() if isinstance(d, Eigen)}
-        return bases if bases and len(bases) == len(self.running) else None
+        return bases if len(bases) == self.num_factors else None
 
     def tensors(self) -> list[Tensor]:
         averages = [*self.running.values(), *([] if self.moments is None else [self.moments])]

@@ -33,17 +33,21 @@ class Sums:
     moments: Tensor | None = None
     rows: Tensor | float = 0.0
     """What A is divided by: rows, or examples under ``reduce``."""
+    calls: int = 0
     last_call: tuple[int, int | None] = (0, None)
     """The backward pass, and column of the exact Fisher, that the last call belonged to."""
     called_again: bool = False
 
 
 @dataclass(slots=True)
-class BatchStatistics:
-    """One layer's batch factors, and EKFAC's batch moments where there was a basis to measure them in."""
+class Measured:
+    """What one rank measured in a step: sums, and what they are to be divided by."""
 
-    factors: dict[str, Tensor]
-    moments: Tensor | None
+    layers: dict[str, Sums]
+    terms: Tensor | float
+    num_passes: int
+    unit: Tensor | float
+    """What sums of gradients are multiplied by to be sums over terms."""
 
 
 @dataclass(slots=True)
@@ -83,6 +87,9 @@ class Tape:
         self._scaler = scaler
         self._pending_terms: Terms | None = None
         self._terms: Terms | None = None
+        self.defer_errors = False
+        """Keep an error of the capture for the step, where other ranks are told of it."""
+        self.error: BaseException | None = None
         self.timer = StageTimer()
         self._lock = threading.RLock()
         self._task = -1
@@ -161,6 +168,14 @@ class Tape:
 
     def record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool) -> None:
         """Add one call of a layer, from inside its backward. ``sizes``: examples, and terms of the loss."""
+        try:
+            self._record(index, x, g, sizes, batch_stats)
+        except Exception as error:
+            if not self.defer_errors:
+                raise
+            self.error = self.error or error
+
+    def _record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool) -> None:
         layer = self.layers[index]
         self.enter()
         exact = self.settings.fisher == "exact"
@@ -178,6 +193,7 @@ class Tape:
             call = (self.window.num_passes, self.column)
             sums.called_again |= call == sums.last_call
             sums.last_call = call
+            sums.calls += 1
         batch_dim = self.settings.batch_dim
         no_autocast = torch.autocast(device.type, enabled=False)
         with torch.no_grad(), no_autocast, self.timer.stage("capture", device):
@@ -200,33 +216,15 @@ class Tape:
                 stacklevel=2,
             )
 
-    def take(self) -> dict[str, BatchStatistics]:
-        """Return the batch factors measured since the last call and start anew."""
+    def take(self) -> Measured:
+        """Return what was measured since the last call and start anew."""
         window, self.window, self._task = self.window, Window(), -1
         self._num_passes_without_step = 0
-        if not window.layers:
-            return {}
-        terms = window.terms
         unit: Tensor | float = 1.0
-        if self.settings.fisher == "empirical":
-            match self.settings.accumulate:
-                case None | "mean":
-                    unit = float(window.num_passes) ** 2
-                case "terms":
-                    unit = terms * terms
-                case "sum":
-                    unit = 1.0
-        loss_scale = self.gradient_scale()
-        loss_scale = _here(loss_scale, terms)
-        scale = unit / (terms * loss_scale * loss_scale)
-        result: dict[str, BatchStatistics] = {}
-        for name, sums in window.layers.items():
-            factors = {
-                key: s / _here(sums.rows, s) if key == "A" else s * _here(scale, s) for key, s in sums.factors.items()
-            }
-            moments = None if sums.moments is None else sums.moments * _here(scale, sums.moments)
-            result[name] = BatchStatistics(factors, moments)
-        return result
+        if self.settings.fisher == "empirical" and self.settings.accumulate in (None, "mean"):
+            unit = float(window.num_passes) ** 2
+        loss_scale = _here(self.gradient_scale(), window.terms)
+        return Measured(window.layers, window.terms, window.num_passes, unit / (loss_scale * loss_scale))
 
     def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float) -> None:
         for factor in layer.spec.factors:

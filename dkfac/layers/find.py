@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -171,7 +172,8 @@ def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] |
     weight = module._parameters["weight"]
     assert weight is not None
     elements = weight.numel() + (bias.numel() if has_bias and bias is not None else 0)
-    return Layer(module, LayerSpec(name, kind, factors, elements), has_bias)
+    dtype = str(torch.promote_types(weight.dtype, torch.float32)).removeprefix("torch.")
+    return Layer(module, LayerSpec(name, kind, factors, elements, dtype), has_bias)
 
 
 def _factors(module: nn.Module, has_bias: bool, settings: Settings) -> tuple[str, tuple[FactorSpec, ...]]:

@@ -28,6 +28,16 @@ class FactorSpec:
     def num_elements(self) -> int:
         return self.num_blocks * self.dim * (self.dim if self.form == "dense" else 1)
 
+    @property
+    def packed_elements(self) -> int:
+        """Elements of one triangle per block."""
+        return self.num_blocks * (self.dim * (self.dim + 1) // 2 if self.form == "dense" else self.dim)
+
+    @property
+    def eigen_elements(self) -> int:
+        """Elements of a decomposition: vectors and values, values alone where the basis is the identity."""
+        return self.num_elements + (self.num_blocks * self.dim if self.form == "dense" else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -35,11 +45,19 @@ class LayerSpec:
     kind: str
     factors: tuple[FactorSpec, ...]
     grad_elements: int
+    dtype: str = "float32"
+    """Of factors, decompositions and preconditioned gradients."""
 
     def factor(self, key: str) -> FactorSpec:
         return next(factor for factor in self.factors if factor.key == key)
 
     @property
+    def grad_shape(self) -> tuple[int, int, int]:
+        """Of the canonical gradient, ``[blocks, out, in]``."""
+        out = self.factors[-1]
+        return out.num_blocks, out.dim, self.grad_elements // (out.num_blocks * out.dim)
+
+    @property
     def state_elements(self) -> int:
         """Elements kept between steps: running factors and their decompositions."""
-        return sum(2 * f.num_elements + (f.num_blocks * f.dim if f.form == "dense" else 0) for f in self.factors)
+        return sum(f.num_elements + f.eigen_elements for f in self.factors)

@@ -1,0 +1,76 @@
+"""Collectives on flat contiguous buffers: the only calls of torch.distributed that move tensors.
+
+gloo silently corrupts what is not contiguous, so every function here checks. Each returns a ``Pending``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
+
+
+@dataclass(slots=True)
+class Pending:
+    """A transfer that was launched. ``wait`` returns its result; on CUDA it only orders the stream."""
+
+    work: Any
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.finish()
+
+
+def all_reduce(flat: Tensor, group: Any) -> Pending:
+    _check(flat)
+    return Pending(dist.all_reduce(flat, group=group, async_op=True), lambda: flat)
+
+
+def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending:
+    """Return this member's chunk of the sum.
+
+    On the CPU, and for half precision anywhere, the chunks are exchanged and added in rank order, in ``accumulate``:
+    gloo's own reduce-scatter sends as much as an all-reduce, and NCCL's adds in half precision.
+    """
+    _check(flat)
+    world = dist.get_world_size(group)
+    assert flat.numel() % world == 0
+    if flat.device.type == "cpu" or flat.dtype.itemsize < 4:
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        return Pending(work, lambda: received.view(world, -1).sum(0, dtype=accumulate))
+    chunk = flat.new_empty(flat.numel() // world)
+    return Pending(_reduce_scatter(chunk, flat, group=group, async_op=True), lambda: chunk.to(accumulate))
+
+
+def exchange(chunk: Tensor, send: list[int], receive: list[int], group: Any) -> Pending:
+    """Send so many elements to each member and return what the members sent here, in their order."""
+    _check(chunk)
+    received = chunk.new_empty(sum(receive))
+    return Pending(dist.all_to_all_single(received, chunk, receive, send, group=group, async_op=True), lambda: received)
+
+
+def broadcast(flat: Tensor, root: int, group: Any) -> Pending:
+    """``root``: by its rank in the whole world, as torch.distributed counts."""
+    _check(flat)
+    return Pending(dist.broadcast(flat, root, group=group, async_op=True), lambda: flat)
+
+
+def all_gather(chunk: Tensor, group: Any) -> Pending:
+    """Return the members' chunks, in their order."""
+    _check(chunk)
+    gathered = chunk.new_empty(chunk.numel() * dist.get_world_size(group))
+    return Pending(_all_gather(gathered, chunk, group=group, async_op=True), lambda: gathered)
+
+
+def _check(flat: Tensor) -> None:
+    assert flat.ndim == 1, "only flat buffers are sent"
+    assert flat.is_contiguous(), "only contiguous buffers are sent"

@@ -1,0 +1,58 @@
+"""Process groups of K-FAC's own, so that its collectives cannot interleave with DDP's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from dkfac.plan.plan import Ranks
+
+
+def world_size(group: Any = None) -> int:
+    """Return the number of ranks; 1 where torch.distributed is not in use."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+class Groups:
+    """The groups of one attachment: all its ranks, and the subsets that a program names."""
+
+    def __init__(self, parent: Any = None) -> None:
+        """Every rank of ``parent`` (None: of the world) makes them, in the same order."""
+        self.parent = parent
+        self.world_size = world_size(parent)
+        self.rank = dist.get_rank(parent)
+        self._global = tuple(range(self.world_size)) if parent is None else tuple(dist.get_process_group_ranks(parent))
+        self._groups: dict[Ranks, Any] = {}
+        self.everyone = self._make(tuple(range(self.world_size)))
+
+    def make(self, wanted: Iterable[Ranks]) -> None:
+        """Make the groups that are not there yet, in this order."""
+        for ranks in wanted:
+            if ranks not in self._groups:
+                self._groups[ranks] = self._make(ranks)
+
+    def _make(self, ranks: Ranks) -> Any:
+        if ranks in self._groups:
+            return self._groups[ranks]
+        members = [self._global[rank] for rank in ranks]
+        # Other replicas of the user's own group make theirs at the same time, unknown to us.
+        group = dist.new_group(members, use_local_synchronization=self.parent is not None)
+        self._groups[ranks] = group
+        return group
+
+    def get(self, ranks: Ranks) -> Any:
+        return self._groups[ranks]
+
+    def global_rank(self, rank: int) -> int:
+        return self._global[rank]
+
+    def close(self) -> None:
+        """Give the groups back, unless torch.distributed has ended already."""
+        groups, self._groups = list(self._groups.items()), {}
+        if not dist.is_initialized():
+            return
+        for ranks, group in groups:
+            if self.rank in ranks:
+                dist.destroy_process_group(group)

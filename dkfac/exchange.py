@@ -1,0 +1,175 @@
+"""Carries out a program's transfers: tensors by layer and key into flat buffers, over the network, and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.comm import agree, collectives
+from dkfac.comm.collectives import Pending
+from dkfac.comm.groups import Groups
+from dkfac.ops.pack import pack_triangle, unpack_triangle
+from dkfac.plan.plan import Plan
+from dkfac.plan.program import Part, Program, Stage, Transfer
+from dkfac.plan.spec import FactorSpec
+
+Named = dict[tuple[str, str], Tensor]
+"""Tensors by layer and key."""
+
+
+class Exchange:
+    """The network as one rank sees it through its plan."""
+
+    def __init__(self, plan: Plan, program: Program, groups: Groups, device: torch.device) -> None:
+        self.plan, self.program, self.groups, self.device = plan, program, groups, device
+        self.rank, self.world_size = groups.rank, groups.world_size
+        groups.make(t.group for t in program.transfers)
+        self._factors = {(la.name, factor.key): factor for la in plan.layers for factor in la.factors}
+        self._dtypes = {layer.name: _dtype(layer.dtype) for layer in plan.layers}
+        self.num_buckets = 1 + max((t.bucket for t in program.stage("factors")), default=-1)
+
+    # --- small vectors -------------------------------------------------------------------------------------
+
+    def launch_sum(self, stage: Stage, values: Sequence[Tensor | float]) -> Pending:
+        """Launch the sum over ranks of a few numbers, in float64."""
+        (transfer,) = self.program.stage(stage)
+        assert len(values) == transfer.elements, f"{stage}: {len(values)} numbers, the program says {transfer.elements}"
+        return collectives.all_reduce(vector(values, self.device), self.groups.everyone)
+
+    def sum(self, stage: Stage, values: Sequence[Tensor | float]) -> Tensor:
+        return self.launch_sum(stage, values).wait()
+
+    # --- factors -------------------------------------------------------------------------------------------
+
+    def launch_factors(self, bucket: int, sums: Named, scales: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions of a bucket; a sum that is not there counts as zero.
+
+        ``scales``: what sums are divided by on the wire, where its dtype has little range.
+        """
+        launched = []
+        for transfer in self.program.stage("factors"):
+            if transfer.bucket != bucket or transfer.how == "exchange":
+                continue
+            flat = torch.zeros(transfer.elements, dtype=_dtype(transfer.dtype), device=self.device)
+            for part, place in _places(transfer.parts, flat):
+                total = sums.get((part.layer, part.key))
+                if total is not None:
+                    scale = scales.get((part.layer, part.key))
+                    place.copy_(self._pack(part, total if scale is None else total / scale))
+            if transfer.how == "all-reduce":
+                pending = collectives.all_reduce(flat, self.groups.everyone)
+            else:
+                wide = torch.promote_types(flat.dtype, torch.float32)
+                pending = collectives.reduce_scatter(flat, self.groups.everyone, wide)
+            launched.append((transfer, pending))
+        return launched
+
+    def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:
+        """Wait for reductions, pass chunks on to their owners, and return the sums that this rank is to hold."""
+        reduced: list[tuple[Transfer, Tensor]] = []
+        moving: list[tuple[Transfer, Pending]] = []
+        exchanges = {t.bucket: {} for t in self.program.stage("factors")}  # type: dict[int, dict[str, Transfer]]
+        for transfer in self.program.stage("factors"):
+            if transfer.how == "exchange":
+                exchanges[transfer.bucket][transfer.dtype] = transfer
+        for transfer, pending in launched:
+            flat = pending.wait()
+            if transfer.how == "all-reduce":
+                reduced.append((transfer, flat))
+                continue
+            onward = exchanges[transfer.bucket][transfer.dtype]
+            send, receive = onward.splits(self.rank)
+            chunk = flat.to(_dtype(transfer.dtype))[: sum(send)]
+            moving.append((onward, collectives.exchange(chunk, send, receive, self.groups.everyone)))
+        reduced += [(transfer, pending.wait()) for transfer, pending in moving]
+        result: Named = {}
+        for transfer, flat in reduced:
+            parts = [p for p in transfer.parts if p.owner in (-1, self.rank)]
+            for part, place in _places(parts, flat):
+                value = self._unpack(part, place.to(self._dtypes[part.layer]))
+                scale = scales.get((part.layer, part.key))
+                result[part.layer, part.key] = value if scale is None else value * scale
+        return result
+
+    def _pack(self, part: Part, total: Tensor) -> Tensor:
+        factor = self._factors.get((part.layer, part.key))
+        return (pack_triangle(total) if factor is not None and factor.form == "dense" else total).reshape(-1)
+
+    def _unpack(self, part: Part, flat: Tensor) -> Tensor:
+        factor = self._factors.get((part.layer, part.key))
+        if factor is None:  # moments, [B, O, I]
+            layer = next(la for la in self.plan.layers if la.name == part.layer)
+            return flat.view(layer.grad_shape)
+        return unpack_factor(flat, factor)
+
+    # --- shares --------------------------------------------------------------------------------------------
+
+    def share(self, stage: Stage, value: Callable[[Part], Tensor | None]) -> Named:
+        """Send what this rank owns, receive what the others own; flat tensors, in their layers' dtype.
+
+        An owner, too, gets back what went through the buffer: what was rounded for the wire is rounded for all.
+        ``value``: of a part that this rank owns; None sends zeros.
+        """
+        launched: list[tuple[Transfer, Pending]] = []
+        for transfer in self.program.stage(stage):
+            if self.rank not in transfer.group:
+                continue
+            mine = [part for part in transfer.parts if part.owner == self.rank]
+            flat = torch.zeros(transfer.elements, dtype=_dtype(transfer.dtype), device=self.device)
+            for part, place in _places(mine, flat):
+                own = value(part)
+                if own is not None:
+                    place.copy_(own.reshape(-1))
+            group = self.groups.get(transfer.group)
+            if transfer.how == "broadcast":
+                pending = collectives.broadcast(flat, self.groups.global_rank(transfer.root), group)
+            else:
+                pending = collectives.all_gather(flat, group)
+            launched.append((transfer, pending))
+        result: Named = {}
+        for transfer, pending in launched:
+            flat = pending.wait()
+            owners = transfer.group if transfer.how == "all-gather" else (transfer.root,)
+            for i, owner in enumerate(owners):
+                chunk = flat[i * transfer.elements : (i + 1) * transfer.elements]
+                for part, place in _places([p for p in transfer.parts if p.owner == owner], chunk):
+                    result[part.layer, part.key] = place.to(self._dtypes[part.layer])
+        return result
+
+    def raise_everywhere(self, error: BaseException | None) -> None:
+        agree.raise_everywhere(self.groups, error, self.device)
+
+
+def unpack_factor(flat: Tensor, factor: FactorSpec) -> Tensor:
+    """Return a factor, or an inverse, from its triangle."""
+    rows = flat.view(factor.num_blocks, -1)
+    return rows if factor.form == "diagonal" else unpack_triangle(rows, factor.dim)
+
+
+def vector(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return numbers, some of which are on the device already, as one float64 tensor, without waiting for it."""
+    tensors: Any = [v for v in values if isinstance(v, Tensor)]
+    host = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64)
+    flat = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if not tensors:
+        return flat
+    pieces = [
+        v.to(device, torch.float64).reshape(()) if isinstance(v, Tensor) else flat[i] for i, v in enumerate(values)
+    ]
+    return torch.stack(pieces)
+
+
+def _places(parts: Iterable[Part], flat: Tensor) -> Iterable[tuple[Part, Tensor]]:
+    position = 0
+    for part in parts:
+        yield part, flat[position : position + part.elements]
+        position += part.elements
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,36 @@
+"""What work and transfers cost, in seconds: rough analytic figures until they are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dkfac.plan.spec import FactorSpec, LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Ratios decide who does what, so rough figures place as well as exact ones; ties are broken by name."""
+
+    flop_seconds: float = 1e-11
+    """Of dense matrix products."""
+    eigen_flops: float = 60.0
+    """Times dim^3: an eigendecomposition, which runs far below the speed of products."""
+    inverse_flops: float = 3.0
+    latency_seconds: float = 5e-5
+    byte_seconds: float = 1e-9
+    """Of a link, one direction."""
+
+    def decompose(self, factor: FactorSpec, solver: str = "eigen") -> float:
+        if factor.form == "diagonal":
+            return self.flop_seconds * factor.num_elements
+        flops = self.inverse_flops if solver == "cholesky" else self.eigen_flops
+        return self.flop_seconds * flops * factor.num_blocks * float(factor.dim) ** 3
+
+    def precondition(self, layer: LayerSpec, solver: str = "eigen") -> float:
+        passes = 2 if solver == "cholesky" else 4
+        dims = sum(factor.dim for factor in layer.factors if factor.form == "dense")
+        return self.flop_seconds * passes * layer.grad_elements * dims
+
+    def transfer(self, num_bytes: float) -> float:
+        """Of so many bytes through one rank's link."""
+        return self.latency_seconds + self.byte_seconds * num_bytes

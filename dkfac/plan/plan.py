@@ -1,0 +1,187 @@
+"""A plan: who measures, holds, decomposes and preconditions each layer. Plain data, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dkfac.plan.spec import FactorSpec, LayerSpec
+
+Ranks = tuple[int, ...]
+"""Sorted ranks of the plan's group."""
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who does what for one layer; ``factors`` and ``decomposed_by`` in the order of the layer's factors."""
+
+    statistics: Ranks
+    """Whose batches measure the layer."""
+    factors: tuple[Ranks, ...]
+    """Who holds the running factors."""
+    decomposed_by: tuple[Ranks, ...]
+    preconditioned_by: Ranks
+    """Who holds the decompositions and preconditions the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    strategy: str
+    world_size: int
+    layers: tuple[LayerSpec, ...]
+    placements: tuple[Placement, ...]
+    buckets: tuple[tuple[tuple[str, str], ...], ...] = ()
+    """Which factors, as ``(layer, key)``, are reduced together, in the order of launch."""
+    wire_dtype: str | None = None
+    """Of factors and gradients on the wire; None: their own."""
+    solver: str = "eigen"
+    moments: bool = False
+    """Whether EKFAC's moments are measured and reduced."""
+    share: str = "gradients"
+
+    def __post_init__(self) -> None:
+        for layer, placement in zip(self.layers, self.placements, strict=True):
+            self._check(layer, placement)
+        wanted = {(layer.name, factor.key) for layer in self.layers for factor in layer.factors}
+        listed = [item for bucket in self.buckets for item in bucket]
+        if sorted(listed) != sorted(wanted):
+            raise ValueError(f"the buckets of plan {self.strategy!r} must list each factor once")
+
+    def _check(self, layer: LayerSpec, placement: Placement) -> None:
+        everyone = tuple(range(self.world_size))
+        named = (placement.statistics, placement.preconditioned_by, *placement.factors, *placement.decomposed_by)
+        for ranks in named:
+            if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= self.world_size:
+                raise ValueError(f"layer {layer.name!r}: {ranks} are not sorted ranks of a world of {self.world_size}")
+        for factor, held, by in zip(layer.factors, placement.factors, placement.decomposed_by, strict=True):
+            if not set(by) <= set(held):
+                raise ValueError(f"layer {layer.name!r}: ranks {by} decompose {factor.key} but only {held} hold it")
+            if len(held) > 1 and held != placement.statistics:
+                raise ValueError(f"layer {layer.name!r}: {factor.key} is held by {held}: one rank, or all that measure")
+        if placement.statistics != everyone and any(held != placement.statistics for held in placement.factors):
+            raise ValueError(f"layer {layer.name!r}: who measures alone ({placement.statistics}) holds the factors")
+        if self.world_size % len(placement.preconditioned_by):
+            raise ValueError(
+                f"layer {layer.name!r}: {len(placement.preconditioned_by)} workers cannot serve equal parts"
+            )
+
+    def placement(self, name: str) -> Placement:
+        return next(p for layer, p in zip(self.layers, self.placements, strict=True) if layer.name == name)
+
+    def to_json(self) -> str:
+        """Return the plan as text; equal sets of ranks are written once."""
+        groups: dict[Ranks, int] = {}
+
+        def number(ranks: Ranks) -> int:
+            return groups.setdefault(ranks, len(groups))
+
+        placements = [
+            {
+                "statistics": number(p.statistics),
+                "factors": [number(ranks) for ranks in p.factors],
+                "decomposed_by": [number(ranks) for ranks in p.decomposed_by],
+                "preconditioned_by": number(p.preconditioned_by),
+            }
+            for p in self.placements
+        ]
+        everyone = tuple(range(self.world_size))
+        body = {
+            "version": VERSION,
+            "strategy": self.strategy,
+            "world_size": self.world_size,
+            "wire_dtype": self.wire_dtype,
+            "solver": self.solver,
+            "moments": self.moments,
+            "share": self.share,
+            "layers": [asdict(layer) for layer in self.layers],
+            "placements": placements,
+            "buckets": self.buckets,
+            "groups": ["all" if ranks == everyone else ranks for ranks in groups],
+        }
+        return json.dumps(body, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that ``to_json`` wrote."""
+        body = json.loads(text)
+        if body.get("version") != VERSION:
+            raise ValueError(f"the plan has version {body.get('version')!r}; this dkfac reads version {VERSION}")
+        everyone = tuple(range(body["world_size"]))
+        groups = [everyone if ranks == "all" else tuple(ranks) for ranks in body["groups"]]
+        return cls(
+            strategy=body["strategy"],
+            world_size=body["world_size"],
+            layers=tuple(_layer(layer) for layer in body["layers"]),
+            placements=tuple(
+                Placement(
+                    groups[p["statistics"]],
+                    tuple(groups[i] for i in p["factors"]),
+                    tuple(groups[i] for i in p["decomposed_by"]),
+                    groups[p["preconditioned_by"]],
+                )
+                for p in body["placements"]
+            ),
+            buckets=tuple(tuple((name, key) for name, key in bucket) for bucket in body["buckets"]),
+            wire_dtype=body["wire_dtype"],
+            solver=body["solver"],
+            moments=body["moments"],
+            share=body["share"],
+        )
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def memory_bytes(self, rank: int) -> dict[str, int]:
+        """Return the bytes of running factors and of decompositions that a rank holds between steps."""
+        factors = decompositions = 0
+        for layer, placement in zip(self.layers, self.placements, strict=True):
+            size = _BYTES[layer.dtype]
+            for factor, held, by in zip(layer.factors, placement.factors, placement.decomposed_by, strict=True):
+                if rank in held:
+                    factors += size * factor.num_elements
+                if rank in by or rank in placement.preconditioned_by or (self.moments and rank in placement.statistics):
+                    elements = factor.eigen_elements if self.solver != "cholesky" else factor.num_elements
+                    decompositions += size * elements
+        return {"factors": factors, "decompositions": decompositions}
+
+
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+def num_bytes(dtype: str) -> int:
+    return _BYTES[dtype]
+
+
+def _layer(body: dict[str, Any]) -> LayerSpec:
+    factors = tuple(FactorSpec(**factor) for factor in body["factors"])
+    return LayerSpec(**{**body, "factors": factors})
+
+
+def difference(mine: Any, reference: Any, path: str = "") -> str | None:
+    """Return where two JSON values first differ and how, as ``path: mine instead of reference``."""
+    if isinstance(mine, dict) and isinstance(reference, dict):
+        for key in [*reference, *(k for k in mine if k not in reference)]:
+            if key not in mine or key not in reference:
+                where = "is missing here" if key not in mine else "is only here"
+                return f"{path}{key} {where}"
+            found = difference(mine[key], reference[key], f"{path}{key}: ")
+            if found:
+                return found
+        return None
+    if isinstance(mine, list) and isinstance(reference, list):
+        for i, (a, b) in enumerate(zip(mine, reference, strict=False)):
+            name = next((f"{v[k]!r}" for v in (b, a) if isinstance(v, dict) for k in ("name", "key") if k in v), f"{i}")
+            found = difference(a, b, f"{path}{name}: ")
+            if found:
+                return found
+        if len(mine) != len(reference):
+            longer, where = (mine, "is only here") if len(mine) > len(reference) else (reference, "is missing here")
+            extra = longer[min(len(mine), len(reference))]
+            name = extra.get("name", extra) if isinstance(extra, dict) else extra
+            return f"{path}{name!r} {where}"
+        return None
+    return None if mine == reference else f"{path}{mine!r} instead of {reference!r}"

@@ -1,0 +1,174 @@
+"""What ranks tell each other at a refresh and for a step: means, rungs, decompositions, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dkfac import stages
+from dkfac.exchange import Exchange, unpack_factor, vector
+from dkfac.layers.layer import Layer
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
+from dkfac.ops.pack import pack_triangle
+from dkfac.plan.program import Part, has_moments
+from dkfac.plan.spec import FactorSpec
+from dkfac.refresh import RUNGS, Rung
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
+
+__all__ = ["has_moments"]
+
+Found = dict[str, dict[str, tuple[Decomposition | None, Rung]]]
+"""By layer and key: a decomposition and the rung that produced it."""
+
+
+def decomposed_here(runner: Runner, layer: Layer) -> list[str]:
+    """Return which of a layer's factors this rank decomposes."""
+    by = runner.placements[layer.name].decomposed_by
+    return [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if runner.rank in ranks]
+
+
+def agree_on_means(runner: Runner) -> set[str]:
+    """Set the layers' mean eigenvalues on all ranks; returns which have statistics. Waits for the device."""
+    has: list[Tensor | float] = []
+    means: list[Tensor] = []
+    for layer in runner.layers:
+        state, placement = runner.states[layer.name], runner.placements[layer.name]
+        live = stages.live_means(layer, state)
+        for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
+            speaks = runner.rank == held[0] and factor.key in state.running
+            has.append((state.running[factor.key].weight > 0) if speaks else 0.0)
+            zeros = torch.zeros(factor.num_blocks, device=layer.weight.device, dtype=layer.dtype)
+            means.append(live[factor.key] if speaks else zeros)
+    device = means[0].device
+    joined = torch.cat([m.to(device, torch.float64) for m in means])
+    flags = vector(has, device)
+    if runner.exchange is not None:
+        together = runner.exchange.sum("means", list(torch.cat([flags, joined])))
+        flags, joined = together[: len(has)], together[len(has) :]
+    told, position = iter(flags.tolist()), 0
+    measured: set[str] = set()
+    for layer in runner.layers:
+        state = runner.states[layer.name]
+        complete = min(next(told) for _ in layer.spec.factors) > 0
+        found = {}
+        for factor in layer.spec.factors:
+            found[factor.key] = joined[position : position + factor.num_blocks].to(layer.weight.device, layer.dtype)
+            position += factor.num_blocks
+        if complete:
+            state.means = found
+            measured.add(layer.name)
+    return measured
+
+
+def agree_on_rungs(
+    runner: Runner, due: Iterable[Layer], found: Found, error: BaseException | None
+) -> dict[str, dict[str, Rung]]:
+    """Return how each factor's decomposition went, the same on all ranks; one rank's error is raised on all.
+
+    Ranks that decomposed the same factor and do not report the same all keep what they had.
+    """
+    exchange = runner.exchange
+    if exchange is None:
+        return {layer.name: {key: rung for key, (_, rung) in found[layer.name].items()} for layer in due}
+    codes = []
+    for layer in runner.layers:
+        mine = found.get(layer.name, {})
+        codes += [float(1 + RUNGS.index(mine[f.key][1])) if f.key in mine else 0.0 for f in layer.spec.factors]
+    values = [float(error is not None), *codes, *(code * code for code in codes)]
+    told = exchange.sum("status", values).tolist()
+    if told[0] > 0:
+        exchange.raise_everywhere(error)
+    names = {layer.name for layer in due}
+    result: dict[str, dict[str, Rung]] = {}
+    i = 1
+    for layer in runner.layers:
+        for factor, by in zip(layer.spec.factors, runner.placements[layer.name].decomposed_by, strict=True):
+            total, squares = told[i], told[i + len(codes)]
+            i += 1
+            if layer.name not in names:
+                continue
+            agreed = len(by) * squares == total * total
+            state = runner.states[layer.name]
+            fallback: Rung = "kept" if factor.key in state.decomposed else "raw"
+            rung = RUNGS[round(total / len(by)) - 1] if agreed else fallback
+            result.setdefault(layer.name, {})[factor.key] = rung
+    return result
+
+
+def share_decompositions(
+    runner: Runner, due: Iterable[Layer], found: Found, rungs: dict[str, dict[str, Rung]]
+) -> dict[str, dict[str, Decomposition]]:
+    """Return the new decompositions that this rank is to hold, its own and those of others."""
+    own = {layer.name: {key: d for key, (d, _) in found.get(layer.name, {}).items() if d is not None} for layer in due}
+    exchange = runner.exchange
+    if exchange is None:
+        return own
+    solver = runner.settings.solver
+
+    def value(part: Part) -> Tensor | None:
+        decomposition = own.get(part.layer, {}).get(part.key)
+        if decomposition is None or rungs[part.layer][part.key] in ("kept", "raw"):
+            return None
+        return pack_decomposition(decomposition, solver)
+
+    received = exchange.share("decompositions", value)
+    by_name = {layer.name: layer for layer in due}
+    for (name, key), flat in received.items():
+        if name not in by_name or rungs[name][key] in ("kept", "raw"):
+            continue
+        layer = by_name[name]
+        is_inverse = solver == "cholesky" or rungs[name][key] == "cholesky"
+        factor = layer.spec.factor(key)
+        flat = flat.to(layer.weight.device)
+        own[name][key] = unpack_decomposition(flat, factor, is_inverse=is_inverse, packed=solver == "cholesky")
+    return own
+
+
+def pack_decomposition(decomposition: Decomposition, solver: str) -> Tensor:
+    """Return it flat: the triangle of an inverse, or vectors and values. An inverse among eigenbases (a fallback) takes
+    the place of the vectors."""
+    match decomposition:
+        case Inverse(matrix):
+            if matrix.ndim == 2:
+                return matrix.reshape(-1)
+            if solver == "cholesky":
+                return pack_triangle(matrix).reshape(-1)
+            return torch.cat([matrix.reshape(-1), matrix.new_zeros(matrix.shape[0] * matrix.shape[1])])
+        case Eigen(vectors, values):
+            return values.reshape(-1) if vectors is None else torch.cat([vectors.reshape(-1), values.reshape(-1)])
+
+
+def unpack_decomposition(flat: Tensor, factor: FactorSpec, *, is_inverse: bool, packed: bool) -> Decomposition:
+    if is_inverse and (packed or factor.form == "diagonal"):
+        return Inverse(unpack_factor(flat, factor))
+    if factor.form == "diagonal":
+        return Eigen(None, flat.view(factor.shape))
+    matrix = flat[: factor.num_elements].view(factor.shape).clone()
+    if is_inverse:
+        return Inverse(matrix)
+    return Eigen(matrix, flat[factor.num_elements :].view(factor.row_shape).clone())
+
+
+def share_gradients(exchange: Exchange, updates: dict[str, Tensor], raw: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the preconditioned gradients of all layers that have one, on every rank."""
+    received = exchange.share("gradients", lambda part: updates.get(part.layer))
+    for (name, _), flat in received.items():
+        if name in raw:
+            updates[name] = flat.view(raw[name].shape).to(raw[name].device)
+    return updates
+
+
+def trace(total: Tensor) -> Tensor:
+    """Return the size of a factor's sum, over all blocks."""
+    return mean_eigenvalue(total).mean() * total.shape[-1] * total.shape[0]
+
+
+def scale_of(total: Tensor) -> Tensor:
+    """Return the power of two that brings a sum of this trace to about 16; 1 where it is zero or not finite."""
+    exponent = torch.floor(torch.log2(total)) - 4
+    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)

@@ -1,0 +1,190 @@
+"""The stages of a step: average, decompose, precondition, rescale. Functions on layers and their states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.layers.layer import Layer, split_grad
+from dkfac.ops import precondition as ops
+from dkfac.ops.decompose import Decomposition, Inverse, mean_eigenvalue
+from dkfac.ops.rescale import kl_factor, match_norm
+from dkfac.refresh import Rung, refresh
+from dkfac.settings import Settings
+from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silence_bias
+
+
+def gradients_are_finite(gradients: list[Tensor], found_inf: Tensor | None, device: torch.device) -> Tensor:
+    """Whether every gradient is finite, as a tensor: nothing waits for the device.
+
+    ``found_inf``: what a gradient scaler tells a fused optimizer.
+    """
+    good = torch.ones((), dtype=torch.bool, device=device)
+    if gradients:
+        good = torch.isfinite(norms(gradients, device)).all()
+    return good if found_inf is None else good & (found_inf.to(device).reshape(()) == 0)
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Whether all factors and moments are finite, as a tensor. A factor with a bad entry has a bad trace."""
+    traces = [(mean_eigenvalue(t) if t.shape[-1] == t.shape[-2] else t).sum().to(device) for t in tensors]
+    if not traces:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
+
+
+def batch_factor(key: str, total: Tensor, rows: Tensor | float, scale: Tensor | float) -> Tensor:
+    """Return a batch factor, or moments, from its sum. ``rows``: of the layer's inputs; ``scale``: of G, F, moments."""
+    return total / _near(rows, total) if key == "A" else total * _near(scale, total)
+
+
+def _near(value: Tensor | float, like: Tensor) -> Tensor | float:
+    return value.to(like.device, like.dtype) if isinstance(value, Tensor) else value
+
+
+def average(layer: Layer, state: LayerState, batch: dict[str, Tensor], *, decay: float, good: Tensor) -> None:
+    """Absorb a layer's batch factors, and moments, into the running ones unless ``good`` is False."""
+    good = good.to(layer.weight.device)
+    for key, value in batch.items():
+        if key == "moments":
+            if state.moments is None:
+                state.moments = Average.empty(value)
+            state.moments.update(value, decay, good)
+        else:
+            state.running.setdefault(key, Average.empty(value)).update(value, decay, good)
+
+
+def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
+    """Return the mean eigenvalues, per block, of the running factors held here."""
+    return {key: mean_of_live(layer, key, silence_bias(layer, key, r.mean())) for key, r in state.running.items()}
+
+
+def decompose(
+    layer: Layer, state: LayerState, keys: Iterable[str], settings: Settings, step: int
+) -> dict[str, tuple[Decomposition | None, Rung]]:
+    """Run factors held here through the guarded ladder; ``state.means`` are this step's. May wait for the device."""
+    shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
+    found = {}
+    for key in keys:
+        factor = silence_bias(layer, key, state.running[key].mean())
+        found[key] = refresh(factor, state.decompositions.get(key), settings.solver, shifts[key])
+    return found
+
+
+def adopt(
+    layer: Layer,
+    state: LayerState,
+    rungs: dict[str, Rung],
+    found: dict[str, Decomposition],
+    max_failures: int,
+    step: int,
+) -> None:
+    """Note how a layer's decompositions went, on every rank alike, and use from now on what is held here."""
+    old_basis = state.basis()
+    for key, rung in rungs.items():
+        failed = rung in ("kept", "raw")
+        state.failures[key] = state.failures.get(key, 0) + 1 if failed else 0
+        if state.failures[key] >= max_failures:
+            raise RuntimeError(
+                f"factor {key} of layer {layer.name!r} could not be decomposed {state.failures[key]} times in a row "
+                f"(max_failures={max_failures}); its running value has a mean eigenvalue of "
+                f"{float(state.means[key].mean()):.3g}. More damping, a smaller lr, or skip=[{layer.name!r}] helps."
+            )
+        if not failed:
+            state.decomposed.add(key)
+        if not failed and key in found:
+            state.decompositions[key] = found[key]
+    state.decomposed_at = step
+    if state.moments is not None:
+        new_basis = state.basis()
+        if old_basis is None or new_basis is None:
+            state.moments = None
+        else:
+            state.moments.value = rotate_moments(state.moments.value, old_basis, new_basis)
+
+
+def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:
+    damping = settings.at("norm_damping" if layer.is_norm else "damping", step)
+    if settings.damping_mode == "absolute" or damping == 0.0:
+        return damping
+    product = state.means["F"] if layer.is_norm else state.means["A"] * state.means["G"]
+    return damping * product.mean()
+
+
+def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:
+    """Whether damping exceeds a layer's largest eigenvalue. Waits for the device."""
+    basis = state.basis()
+    return basis is not None and bool(ops.spectrum(basis).amax() < damping_of(layer, state, settings, step))
+
+
+def is_ready(layer: Layer, state: LayerState) -> bool:
+    """Whether all factors have been decomposed once; until then the layer's raw gradient passes."""
+    return len(state.decomposed) == len(layer.spec.factors)
+
+
+def direction(layer: Layer, state: LayerState, grad: Tensor, settings: Settings, step: int) -> Tensor:
+    """Return the preconditioned gradient of a layer that is ready."""
+    damping = damping_of(layer, state, settings, step)
+    basis = state.basis()
+    if basis is not None and settings.solver != "cholesky":
+        moments = None
+        if state.moments is not None and settings.curvature == "ekfac":
+            measured = state.moments.weight > 0
+            moments = torch.where(measured, state.moments.mean(), ops.spectrum(basis))
+        return ops.precondition_eigen(grad, basis, damping=damping, moments=moments)
+    inverses = {key: d for key, d in state.decompositions.items() if isinstance(d, Inverse)}
+    if len(inverses) < len(state.decompositions):
+        inverses = ops.as_inverses(state.decompositions, state.means, damping)
+    return ops.precondition_inverse(grad, inverses)
+
+
+def scales(rescale: str, before: Tensor, after: Tensor, sane: Tensor) -> Tensor:
+    """Return what each layer's update is multiplied by, ``[layers]``, from the norms before and after.
+
+    Layers that are not ``sane`` (a non-finite update, replaced by the raw gradient) neither count nor change.
+    """
+    match rescale:
+        case "norm":
+            factors = match_norm(before, after)
+        case "norm-global":
+            factors = match_norm(_total(before, sane), _total(after, sane))
+        case _:
+            factors = torch.ones_like(before)
+    return torch.where(sane, factors, 1.0)
+
+
+def _total(norms_of_layers: Tensor, sane: Tensor) -> Tensor:
+    return torch.where(sane, norms_of_layers, 0.0).square().sum().sqrt()
+
+
+def kl_scale(
+    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], kl_clip: float, grad_scale: Any, sane: Tensor
+) -> Tensor:
+    """Return the KL clip's factor for all ``sane`` layers together.
+
+    ``rates``: learning rates by the parameters' ids; ``grad_scale``: what a fused optimizer will still divide
+    gradients by, or None.
+    """
+    products: list[Tensor] = []
+    factors: list[Tensor | float] = []
+    scale = 1.0 if grad_scale is None else grad_scale.to(sane.device)
+    dtype = torch.promote_types(torch.float32, max((u.dtype for u in updates), key=lambda d: d.itemsize))
+    for i, (layer, update) in enumerate(zip(layers, updates, strict=True)):
+        for parameter, part in split_grad(layer, update):
+            assert parameter.grad is not None
+            product = (part * parameter.grad).sum().to(sane.device, dtype) / (scale * scale)
+            products.append(torch.where(sane[i], product, 0.0))
+            rate = rates.get(id(parameter), 0.0)
+            factors.append(rate if isinstance(rate, Tensor) else float(rate))
+    return kl_factor(products, factors, kl_clip)
+
+
+def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the Euclidean norm of each, ``[len(tensors)]``, at least in float32, on one device."""
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]  # a norm overflows float16 before its entries
+    found = [n.to(device) for n in torch._foreach_norm(wide)]
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
+    return torch.stack([n.to(dtype) for n in found])
