@@ -55,6 +55,11 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
+def check_share(settings: Settings, optimizer: Any) -> None:
+    if settings.share == "weights" and optimizer is None:
+        raise ValueError('share="weights" sends weights after the optimizer\'s step: use KFAC(model, optimizer)')
+
+
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
     if not layers:
         reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"

@@ -1,17 +1,35 @@
-"""State by layer name: tensors, numbers and strings only, so that ``weights_only=True`` loads it."""
+"""State by layer name: tensors, numbers and strings only, so that ``weights_only=True`` loads it.
+
+Its form depends on the model, the settings and the plan alone, not on what has happened: what was never measured is
+zeros of weight 0. So a distributed checkpoint, which is read into tensors that are there already, can be read by a
+K-FAC that has not taken a step, on any number of ranks.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer
-from dkfac.ops.decompose import from_tensors
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse
+from dkfac.plan.spec import FactorSpec
 from dkfac.state import Average, LayerState
 
-VERSION = 1
+VERSION = 2
+DEVICE_COUNTERS = ("skipped_batches", "clipped_steps", "clip_factor", "grad_norm", "update_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What of a layer a rank holds by its plan."""
+
+    running: frozenset[str]
+    decompositions: frozenset[str]
+    moments: bool
 
 
 @dataclass(slots=True)
@@ -20,26 +38,83 @@ class Loaded:
     step: int
     counters: dict[str, int]
     device: dict[str, Tensor]
+    lacking: list[str] = field(default_factory=list)
+    """Layers of which the state lacks something that this rank is to hold."""
 
 
 def save(
     states: dict[str, LayerState],
+    layers: dict[str, Layer],
+    holds: Callable[[str], Holding],
+    *,
     step: int,
     counters: dict[str, int],
     device: dict[str, Tensor],
     decompositions: bool,
 ) -> dict[str, Any]:
+    zero = torch.zeros((), device=next(iter(layers.values())).weight.device)
     return {
         "version": VERSION,
         "step": step,
         "counters": dict(counters),
-        "device_counters": {name: t.clone() for name, t in device.items()},
-        "layers": {name: _save_layer(state, decompositions) for name, state in states.items()},
+        "device_counters": {name: device.get(name, zero).clone() for name in DEVICE_COUNTERS},
+        "layers": {
+            name: _save_layer(state, layers[name], holds(name), decompositions) for name, state in states.items()
+        },
     }
 
 
-def load(saved: dict[str, Any], layers: dict[str, Layer]) -> Loaded:
-    """Return the parts of a saved state, checked against the layers and moved to their devices."""
+def _save_layer(state: LayerState, layer: Layer, holding: Holding, decompositions: bool) -> dict[str, Any]:
+    factors = layer.spec.factors
+    blank: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.dtype}
+    saved: dict[str, Any] = {
+        "running": {
+            f.key: _save_average(state.running.get(f.key), f.shape, blank) for f in factors if f.key in holding.running
+        }
+    }
+    if not decompositions:
+        return saved
+    saved["decompositions"] = {
+        f.key: _save_decomposition(state.decompositions.get(f.key), f, blank)
+        for f in factors
+        if f.key in holding.decompositions
+    }
+    zeros = {f.key: torch.zeros(f.num_blocks, **blank) for f in factors}
+    saved["means"] = {key: t.clone() for key, t in (zeros | state.means).items()}
+    saved["decomposed_at"] = state.decomposed_at
+    saved["decomposed"] = ",".join(f.key for f in factors if f.key in state.decomposed)
+    saved["failures"] = {f.key: state.failures.get(f.key, 0) for f in factors}
+    if holding.moments:
+        saved["moments"] = _save_average(state.moments, layer.spec.grad_shape, blank)
+    return saved
+
+
+def _save_average(average: Average | None, shape: tuple[int, ...], blank: dict[str, Any]) -> dict[str, Tensor]:
+    if average is None:
+        return {"value": torch.zeros(shape, **blank), "weight": torch.zeros((), **blank)}
+    return {"value": average.value.clone(), "weight": average.weight.clone()}
+
+
+def _save_decomposition(found: Decomposition | None, factor: FactorSpec, blank: dict[str, Any]) -> dict[str, Any]:
+    """Vectors and values, or an inverse in the place of the vectors; a diagonal one has a row of values alone."""
+    matrix: Tensor | None = None
+    match found:
+        case Eigen(vectors, values):
+            form, matrix, row = "eigen", vectors, values
+        case Inverse(inverse) if factor.form == "diagonal":
+            form, row = "inverse", inverse
+        case Inverse(inverse):
+            form, matrix, row = "inverse", inverse, torch.zeros(factor.row_shape, **blank)
+        case _:
+            form, row = "none", torch.zeros(factor.row_shape, **blank)
+    saved: dict[str, Any] = {"form": form, "values": row.clone()}
+    if factor.form == "dense":
+        saved["matrix"] = torch.zeros(factor.shape, **blank) if matrix is None else matrix.clone()
+    return saved
+
+
+def load(saved: dict[str, Any], layers: dict[str, Layer], holds: Callable[[str], Holding]) -> Loaded:
+    """Return what a rank is to hold of a saved state, checked against the layers and moved to their devices."""
     if not isinstance(saved, dict):
         raise TypeError(f"a K-FAC state is a dict as state_dict() returns it, not {_what(saved)}")
     version = saved.get("version")
@@ -57,57 +132,88 @@ def load(saved: dict[str, Any], layers: dict[str, Layer]) -> Loaded:
             f"{len(extra)} are not in the model ({extra[:4]}). Is it the same model with the same skip, max_dim and "
             f"norm_form?"
         )
-    states = {name: _load_layer(found[name], layer) for name, layer in layers.items()}
+    states = {name: _load_layer(found[name], layer, holds(name)) for name, layer in layers.items()}
     home = next(iter(layers.values())).weight.device
     device = {name: t.to(home, copy=True) for name, t in saved["device_counters"].items()}
-    return Loaded(states, int(saved["step"]), {k: int(v) for k, v in saved["counters"].items()}, device)
+    counters = {k: int(v) for k, v in saved["counters"].items()}
+    lacking = [name for name in layers if lacks(states[name], holds(name))]
+    return Loaded(states, int(saved["step"]), counters, device, lacking)
 
 
-def _save_layer(state: LayerState, decompositions: bool) -> dict[str, Any]:
-    saved: dict[str, Any] = {
-        "running": {key: {"value": a.value.clone(), "weight": a.weight.clone()} for key, a in state.running.items()}
-    }
-    if decompositions:
-        saved["decompositions"] = {
-            key: {name: t.clone() for name, t in d.tensors().items()} for key, d in state.decompositions.items()
-        }
-        saved["means"] = {key: t.clone() for key, t in state.means.items()}
-        saved["decomposed_at"] = state.decomposed_at
-        saved["failures"] = dict(state.failures)
-        if state.moments is not None:
-            saved["moments"] = {"value": state.moments.value.clone(), "weight": state.moments.weight.clone()}
-    return saved
+def lacks(state: LayerState, holding: Holding) -> bool:
+    """Whether a rank does not have what it is to hold of a layer that has been measured, or decomposed."""
+    return not holding.running <= set(state.running) or not (holding.decompositions & state.decomposed) <= set(
+        state.decompositions
+    )
 
 
-def _load_layer(saved: Any, layer: Layer) -> LayerState:
-    if not isinstance(saved, dict) or not isinstance(saved.get("running"), dict):
+def _load_layer(saved: Any, layer: Layer, holding: Holding) -> LayerState:
+    if not isinstance(saved, dict):
         raise TypeError(f"the state of layer {layer.name!r} is {_what(saved)}, not a dict with running factors")
     state = LayerState(len(layer.spec.factors))
     known = {factor.key: factor for factor in layer.spec.factors}
-    unknown = [key for key in (*saved["running"], *saved.get("decompositions", {})) if key not in known]
+    running, decompositions = saved.get("running", {}), saved.get("decompositions", {})
+    unknown = [key for key in (*running, *decompositions) if key not in known]
     if unknown:
         raise ValueError(f"the state of layer {layer.name!r} has a factor {unknown[0]!r}; the layer has {list(known)}")
-    for key, average in saved["running"].items():
-        state.running[key] = _average(average, layer)
-        _same_shape(layer, key, state.running[key].value, known[key].shape)
-    if "decompositions" in saved:
-        for key, tensors in saved["decompositions"].items():
-            factor = known[key]
-            for name, tensor in tensors.items():
-                _same_shape(layer, key, _place(tensor, layer), factor.shape if name != "values" else factor.row_shape)
-            state.decompositions[key] = from_tensors({n: _place(t, layer) for n, t in tensors.items()})
-        absent = [part for part in ("means", "decomposed_at", "failures") if part not in saved]
-        if absent:
-            raise ValueError(f"the state of layer {layer.name!r} has decompositions but no {absent[0]!r}")
-        state.means = {key: _place(t, layer) for key, t in saved["means"].items()}
-        state.decomposed = set(state.decompositions)
-        state.decomposed_at = int(saved["decomposed_at"])
-        state.failures = {key: int(n) for key, n in saved["failures"].items()}
-        if "moments" in saved:
-            state.moments = _average(saved["moments"], layer)
-            shape = (known["G"].num_blocks, known["G"].dim, known["A"].dim)
-            _same_shape(layer, "moments", state.moments.value, shape)
+    for key, average in running.items():
+        value = _average(average, layer)
+        _same_shape(layer, key, value.value, known[key].shape)
+        if key in holding.running:
+            state.running[key] = value
+    if "decomposed_at" not in saved:
+        return state
+    for key, entry in decompositions.items():
+        found = _load_decomposition(entry, layer, known[key])
+        if found is not None and key in holding.decompositions:
+            state.decompositions[key] = found
+    absent = [part for part in ("means", "decomposed", "failures") if part not in saved]
+    if absent:
+        raise ValueError(f"the state of layer {layer.name!r} has decompositions but no {absent[0]!r}")
+    state.means = {key: _place(t, layer) for key, t in saved["means"].items()}
+    state.decomposed_at = int(saved["decomposed_at"])
+    state.decomposed = set(filter(None, saved["decomposed"].split(",")))
+    state.failures = {key: int(n) for key, n in saved["failures"].items()}
+    if "moments" in saved and holding.moments:
+        moments = _average(saved["moments"], layer)
+        _same_shape(layer, "moments", moments.value, layer.spec.grad_shape)
+        state.moments = moments
     return state
+
+
+def _load_decomposition(saved: Any, layer: Layer, factor: FactorSpec) -> Decomposition | None:
+    wanted = {"form", "values", *(["matrix"] if factor.form == "dense" else [])}
+    if not isinstance(saved, dict) or not wanted <= set(saved):
+        raise ValueError(f"the decomposition of factor {factor.key} of layer {layer.name!r} lacks {sorted(wanted)}")
+    row = _place(saved["values"], layer)
+    _same_shape(layer, factor.key, row, factor.row_shape)
+    matrix = None
+    if factor.form == "dense":
+        matrix = _place(saved["matrix"], layer)
+        _same_shape(layer, factor.key, matrix, factor.shape)
+    match saved["form"]:
+        case "eigen":
+            return Eigen(matrix, row)
+        case "inverse":
+            return Inverse(row if matrix is None else matrix)
+        case "none":
+            return None
+        case other:
+            raise ValueError(f"factor {factor.key} of layer {layer.name!r} has a decomposition of form {other!r}")
+
+
+def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one state from those of several ranks."""
+
+    def join(first: Any, second: Any) -> Any:
+        if not isinstance(first, dict) or not isinstance(second, dict):
+            return first
+        return {key: join(first.get(key, second.get(key)), second.get(key)) for key in {**first, **second}}
+
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = join(whole, part)
+    return whole
 
 
 def _average(saved: dict[str, Tensor], layer: Layer) -> Average:

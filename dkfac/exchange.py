@@ -29,6 +29,9 @@ class Exchange:
         groups.make(t.group for t in program.transfers)
         self._factors = {(la.name, factor.key): factor for la in plan.layers for factor in la.factors}
         self._dtypes = {layer.name: _dtype(layer.dtype) for layer in plan.layers}
+        self._launched: list[tuple[Transfer, Pending]] = []
+        self.num_launched = 0
+        """Buckets of this step that are on their way."""
         self.num_buckets = 1 + max((t.bucket for t in program.stage("factors")), default=-1)
 
     # --- small vectors -------------------------------------------------------------------------------------
@@ -36,11 +39,17 @@ class Exchange:
     def launch_sum(self, stage: Stage, values: Sequence[Tensor | float]) -> Pending:
         """Launch the sum over ranks of a few numbers, in float64."""
         (transfer,) = self.program.stage(stage)
-        assert len(values) == transfer.elements, f"{stage}: {len(values)} numbers, the program says {transfer.elements}"
+        assert len(values) == transfer.used, f"{stage}: {len(values)} numbers, the program says {transfer.used}"
         return collectives.all_reduce(vector(values, self.device), self.groups.everyone)
 
     def sum(self, stage: Stage, values: Sequence[Tensor | float]) -> Tensor:
         return self.launch_sum(stage, values).wait()
+
+    def sum_vector(self, stage: Stage, values: Tensor) -> Tensor:
+        """Return the sum over ranks of a float64 vector."""
+        (transfer,) = self.program.stage(stage)
+        assert values.numel() == transfer.used, f"{stage}: {values.numel()} instead of {transfer.used} numbers"
+        return collectives.all_reduce(values.to(self.device).contiguous(), self.groups.everyone).wait()
 
     # --- factors -------------------------------------------------------------------------------------------
 
@@ -51,9 +60,9 @@ class Exchange:
         """
         launched = []
         for transfer in self.program.stage("factors"):
-            if transfer.bucket != bucket or transfer.how == "exchange":
+            if transfer.bucket != bucket or transfer.how == "collect":
                 continue
-            flat = torch.zeros(transfer.elements, dtype=_dtype(transfer.dtype), device=self.device)
+            flat = torch.zeros(transfer.elements(self.rank), dtype=_dtype(transfer.dtype), device=self.device)
             for part, place in _places(transfer.parts, flat):
                 total = sums.get((part.layer, part.key))
                 if total is not None:
@@ -67,20 +76,38 @@ class Exchange:
             launched.append((transfer, pending))
         return launched
 
+    def launch_rest(self, sums: Named, scales: Named) -> list[tuple[Transfer, Pending]]:
+        """Return the reductions of all buckets, launching those that have not been."""
+        for bucket in range(self.num_launched, self.num_buckets):
+            self._launched += self.launch_factors(bucket, sums, scales)
+        launched, self._launched, self.num_launched = self._launched, [], 0
+        return launched
+
+    def launch_early(self, sums: Named) -> None:
+        """Launch the next bucket during forward or backward."""
+        self._launched += self.launch_factors(self.num_launched, sums, {})
+        self.num_launched += 1
+
+    def drop_launched(self) -> None:
+        """Wait for what was launched early and forget it: its step will not be taken."""
+        for _, pending in self._launched:
+            pending.wait()
+        self._launched, self.num_launched = [], 0
+
     def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:
         """Wait for reductions, pass chunks on to their owners, and return the sums that this rank is to hold."""
         reduced: list[tuple[Transfer, Tensor]] = []
         moving: list[tuple[Transfer, Pending]] = []
-        exchanges = {t.bucket: {} for t in self.program.stage("factors")}  # type: dict[int, dict[str, Transfer]]
+        collects = {t.bucket: {} for t in self.program.stage("factors")}  # type: dict[int, dict[str, Transfer]]
         for transfer in self.program.stage("factors"):
-            if transfer.how == "exchange":
-                exchanges[transfer.bucket][transfer.dtype] = transfer
+            if transfer.how == "collect":
+                collects[transfer.bucket][transfer.dtype] = transfer
         for transfer, pending in launched:
             flat = pending.wait()
             if transfer.how == "all-reduce":
                 reduced.append((transfer, flat))
                 continue
-            onward = exchanges[transfer.bucket][transfer.dtype]
+            onward = collects[transfer.bucket][transfer.dtype]
             send, receive = onward.splits(self.rank)
             chunk = flat.to(_dtype(transfer.dtype))[: sum(send)]
             moving.append((onward, collectives.exchange(chunk, send, receive, self.groups.everyone)))
@@ -113,31 +140,35 @@ class Exchange:
         An owner, too, gets back what went through the buffer: what was rounded for the wire is rounded for all.
         ``value``: of a part that this rank owns; None sends zeros.
         """
-        launched: list[tuple[Transfer, Pending]] = []
-        for transfer in self.program.stage(stage):
-            if self.rank not in transfer.group:
-                continue
-            mine = [part for part in transfer.parts if part.owner == self.rank]
-            flat = torch.zeros(transfer.elements, dtype=_dtype(transfer.dtype), device=self.device)
-            for part, place in _places(mine, flat):
+        ours = [t for t in self.program.stage(stage) if self.rank in t.group]
+        dealt: list[tuple[Transfer, Pending]] = []
+        for transfer in (t for t in ours if t.how == "deal"):
+            flat = torch.zeros(transfer.elements(self.rank), dtype=_dtype(transfer.dtype), device=self.device)
+            for part, place in _places([p for p in transfer.parts if p.owner == self.rank], flat):
                 own = value(part)
                 if own is not None:
                     place.copy_(own.reshape(-1))
-            group = self.groups.get(transfer.group)
-            if transfer.how == "broadcast":
-                pending = collectives.broadcast(flat, self.groups.global_rank(transfer.root), group)
-            else:
-                pending = collectives.all_gather(flat, group)
-            launched.append((transfer, pending))
+            pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.get(transfer.group))
+            dealt.append((transfer, pending))
+        gathered: list[tuple[Transfer, Pending]] = []
+        for transfer, pending in dealt:
+            chunk = torch.nn.functional.pad(received := pending.wait(), (0, transfer.chunk - received.numel()))
+            gathered.append((transfer, collectives.all_gather(chunk, self.groups.get(transfer.group))))
         result: Named = {}
-        for transfer, pending in launched:
-            flat = pending.wait()
-            owners = transfer.group if transfer.how == "all-gather" else (transfer.root,)
-            for i, owner in enumerate(owners):
-                chunk = flat[i * transfer.elements : (i + 1) * transfer.elements]
-                for part, place in _places([p for p in transfer.parts if p.owner == owner], chunk):
-                    result[part.layer, part.key] = place.to(self._dtypes[part.layer])
+        for transfer, pending in gathered:
+            for part, place in _places(transfer.parts, pending.wait()):
+                result[part.layer, part.key] = place.to(self._dtypes[part.layer])
         return result
+
+    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+        """Return every rank's numbers, on every rank. Not part of the program: once, after loading a state."""
+        gathered = collectives.all_gather(vector(values, self.device), self.groups.everyone).wait()
+        numbers: list[list[float]] = gathered.view(self.world_size, -1).tolist()
+        return numbers
+
+    def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return every rank's state on rank 0, None elsewhere."""
+        return agree.gather_objects(self.groups, state)
 
     def raise_everywhere(self, error: BaseException | None) -> None:
         agree.raise_everywhere(self.groups, error, self.device)

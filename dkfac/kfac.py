@@ -10,12 +10,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from dkfac import checkpoint, report
-from dkfac.attach import check_arguments, check_layers, check_world, connect, resolve_settings
+from dkfac import checkpoint, owned, report
+from dkfac.attach import check_arguments, check_layers, check_share, check_world, connect, resolve_settings
 from dkfac.capture import Probe
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.notices import Notices
-from dkfac.refresh import RUNGS
 from dkfac.run import Runner
 from dkfac.settings import Settings
 from dkfac.tape import Tape
@@ -57,6 +56,7 @@ class KFAC:
         """
         self.settings = resolve_settings(settings, options)
         check_arguments(model, optimizer, grad_scaler)
+        check_share(self.settings, optimizer)
         self._model = unwrap(model)
         self._optimizer = optimizer
         trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
@@ -70,10 +70,13 @@ class KFAC:
         self.plan, exchange = connect(self.layers, self.settings, process_group)
         self._runner = Runner(self.layers, self.settings, self._tape, notices, self.plan, exchange)
         self._probe.watch({name for name, p in self._runner.placements.items() if self._runner.rank in p.statistics})
-        self._closed = False
+        self._closed = self._stepped = False
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            if self.plan.share == "weights" and self.plan.world_size > 1:
+                self._handles.append(optimizer.register_step_post_hook(self._after_step))
+                self._handles.append(optimizer.register_state_dict_pre_hook(report.warn_of_partial_optimizer))
         _ATTACHED.update({layer.module: ref(self) for layer in self.layers})
         self._plan_next()
         report.warn_of_left(self.left)
@@ -130,26 +133,48 @@ class KFAC:
         counters = {key: int(value) for key, value in self.metrics().items() if key in report.COUNTERS}
         return report.full(self._runner, counters)
 
-    def state_dict(self, *, decompositions: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, decompositions: bool = True, gather: bool = False) -> dict[str, Any]:
         """Return the state by layer name: tensors, numbers and strings only.
 
         Without ``decompositions`` it is about half as large; the first measured step after loading decomposes anew,
-        so it does not resume bitwise.
+        so it does not resume bitwise. Under torch.distributed each rank returns what it holds, as
+        ``torch.distributed.checkpoint`` wants it; with ``gather``, called on all ranks, rank 0 returns everything and
+        the others an empty dict. It loads on any number of ranks under any strategy.
         """
         runner = self._runner
         counters = {**runner.counters, "abandoned": self._tape.num_abandoned}
-        return checkpoint.save(runner.states, runner.step, counters, runner.device, decompositions)
+        state = checkpoint.save(
+            runner.states,
+            self._by_name,
+            runner.holds,
+            step=runner.step,
+            counters=counters,
+            device=runner.device,
+            decompositions=decompositions,
+        )
+        if self.settings.share == "weights" and self._optimizer is not None:
+            for layer in self.layers:
+                if runner.rank in runner.placements[layer.name].preconditioned_by:
+                    state["layers"][layer.name]["optimizer"] = owned.save(self._optimizer, layer)
+        if gather and runner.exchange is not None:
+            parts = runner.exchange.gather_state(state)
+            return {} if parts is None else checkpoint.merge(parts)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state saved by ``state_dict``, on any device."""
+        """Take up a state saved by ``state_dict``, on any device, any number of ranks and under any strategy.
+
+        Under torch.distributed all ranks load. With ``share="weights"`` load the optimizer's state first.
+        """
         runner = self._runner
-        loaded = checkpoint.load(state, self._by_name)
-        runner.states, runner.step = loaded.states, loaded.step
+        loaded = checkpoint.load(state, self._by_name, runner.holds)
         self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
-        runner.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
-        runner.device = loaded.device
+        runner.resume(loaded)
+        for layer in self.layers:
+            saved = state["layers"][layer.name].get("optimizer")
+            if saved and self._optimizer is not None and runner.steps(layer.name):
+                owned.load(self._optimizer, layer, saved)
         self._tape.discard()
-        runner.publish_bases()
         self._plan_next()
 
     def close(self) -> None:
@@ -194,6 +219,12 @@ class KFAC:
             return (args[0], preconditioned, *args[2:]), kwargs
         return args, {**kwargs, "closure": preconditioned}
 
+    def _after_step(self, *_: Any) -> None:
+        """The optimizer's post-hook where layers are stepped by their owners alone."""
+        if self._stepped:
+            self._stepped = False
+            self._runner.share_weights()
+
     def _is_dummy(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -206,6 +237,7 @@ class KFAC:
         device_type = self.layers[0].weight.device.type
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             self._runner.take_step(self._optimizer, self._parameters(), self._rates(lr))
+        self._stepped = True
         self._plan_next()
 
     def _plan_next(self) -> None:

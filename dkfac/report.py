@@ -66,6 +66,14 @@ def warn_of_left(left: list[Left]) -> None:
         )
 
 
+def warn_of_partial_optimizer(optimizer: Any) -> None:
+    warnings.warn(
+        'share="weights": this optimizer holds the state of the layers that this rank owns, and optimizer.state_dict() '
+        "nothing of the others. kfac.state_dict() carries it and deals it out again when it is loaded.",
+        stacklevel=4,
+    )
+
+
 def table(layers: list[Layer], left: list[Left], states: dict[str, LayerState]) -> str:
     """Return what is preconditioned, with which dimensions, and what is left to the optimizer and why."""
     rows = [("layer", "kind", "factors", "parameters", "")]
@@ -121,7 +129,7 @@ def full(runner: Runner, counters: dict[str, int]) -> dict[str, Any]:
         "rank_memory_bytes": [sum(plan.memory_bytes(rank).values()) for rank in range(plan.world_size)],
         "transfers": [
             {"stage": t.stage, "how": t.how, "num_ranks": len(t.group), "dtype": t.dtype,
-             "bytes": t.num_bytes, "padding_bytes": t.padding_bytes}
+             "bytes": t.num_bytes(runner.rank), "padding_bytes": t.padding_bytes}
             for t in program
             if runner.rank in t.group
         ],

@@ -5,25 +5,24 @@ Every decision (skip, due, rung, raise) is a function of values that all ranks h
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dkfac import health, shares, stages
-from dkfac.exchange import Exchange, Named
+from dkfac import health, reduce, shares, stages
+from dkfac.checkpoint import Holding, Loaded
+from dkfac.exchange import Exchange
 from dkfac.layers.layer import Layer, read_grad, split_grad
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
+from dkfac.ops.rescale import kl_factor
 from dkfac.plan.plan import Plan
-from dkfac.plan.program import HEADER_FIXED
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
 from dkfac.state import LayerState
 from dkfac.tape import Measured, Tape
-
-Factors = dict[str, dict[str, Tensor]]
-"""Batch factors, and moments, by layer and key."""
 
 
 class Runner:
@@ -40,6 +39,7 @@ class Runner:
     ) -> None:
         self.layers, self.settings, self.plan = layers, settings, plan
         self._by_name = {layer.name: layer for layer in layers}
+        self.index = {layer.name: i for i, layer in enumerate(layers)}
         self.tape, self.exchange, self.notices = tape, exchange, notices
         self.rank = 0 if exchange is None else exchange.rank
         tape.defer_errors = exchange is not None
@@ -52,8 +52,63 @@ class Runner:
         """Counters and norms that live on the device."""
         self._health = health.Watch()
         self._error: BaseException | None = None
+        self._lacking: set[str] = set()
+        self._resumed = False
+        self._last_reduced: reduce.Reduced | None = None
         self._flag: Tensor | None = None
         """Whether a rank failed in the last measured step, on its way to the host."""
+
+    def holds(self, name: str) -> Holding:
+        """Return what of a layer lives here."""
+        layer, placement = self._by_name[name], self.placements[name]
+        keys = [factor.key for factor in layer.spec.factors]
+        uses = self.rank in placement.preconditioned_by or (
+            self.plan.moments and shares.has_moments(layer.spec) and self.rank in placement.statistics
+        )
+        by = zip(keys, placement.decomposed_by, strict=True)
+        return Holding(
+            running=frozenset(k for k, ranks in zip(keys, placement.factors, strict=True) if self.rank in ranks),
+            decompositions=frozenset(k for k, ranks in by if uses or self.rank in ranks),
+            moments=self.plan.moments and shares.has_moments(layer.spec) and self.rank in placement.preconditioned_by,
+        )
+
+    def steps(self, name: str) -> bool:
+        """Whether this rank's optimizer steps a layer."""
+        return self.plan.share == "gradients" or self.rank in self.placements[name].preconditioned_by
+
+    def resume(self, loaded: Loaded) -> None:
+        """Go on from a loaded state; the ranks compare theirs at the next step."""
+        self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
+        self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
+        self._lacking = set(loaded.lacking)
+        self._resumed = True
+        self._flag = None
+        if self.exchange is None:
+            self._start_anew(self._lacking)
+        self.publish_bases()
+
+    def _compare_resumed(self) -> None:
+        """After loading: the same step everywhere, and layers that a rank lacks start anew on all."""
+        if not self._resumed or self.exchange is None:
+            return
+        self._resumed = False
+        missing = [float(layer.name in self._lacking) for layer in self.layers]
+        told = self.exchange.gather_numbers([float(self.step), *missing])
+        steps = [int(numbers[0]) for numbers in told]
+        if len(set(steps)) > 1:
+            raise RuntimeError(f"ranks resumed at different steps {steps}: load the same K-FAC state on all ranks")
+        self._start_anew({la.name for i, la in enumerate(self.layers) if any(row[1 + i] > 0 for row in told)})
+
+    def _start_anew(self, names: set[str]) -> None:
+        for name in names:
+            self.states[name] = LayerState(self.states[name].num_factors)
+        if names and self.rank == 0:
+            warnings.warn(
+                f"the K-FAC state that was loaded lacks {len(names)} of {len(self.layers)} layers, which are measured "
+                f"anew. Was it saved by one rank of several? Save with torch.distributed.checkpoint, or "
+                f"kfac.state_dict(gather=True) on all ranks.",
+                stacklevel=2,
+            )
 
     def plan_next(self) -> None:
         """Decide what the coming step measures, before its forward."""
@@ -68,6 +123,7 @@ class Runner:
         for layer in self.layers:
             self.states[layer.name].follow(layer.weight, layer.dtype)
         self._raise_what_failed(wait=True)
+        self._compare_resumed()
         good = stages.gradients_are_finite(gradients, getattr(optimizer, "found_inf", None), device)
         good_batch = good
         if self.measuring:
@@ -98,103 +154,31 @@ class Runner:
     def _average(self, measured: Measured, good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
-        ran: dict[str, Tensor] = {}
+        absorb: dict[str, Tensor] = {}
         if self.exchange is None:
-            batch = self._finish_alone(measured, measured.layers)
+            batch = reduce.finish_alone(self, measured, measured.layers)
             good = good & stages.all_finite((t for factors in batch.values() for t in factors.values()), device)
         else:
-            batch, good, ran = self._reduce(self.exchange, measured, good, device)
+            reduced = reduce.Reduced(self, self.exchange, measured, good)
+            batch, good, absorb = reduced.batch, reduced.good, reduced.absorb
+            self._last_reduced = reduced
         for name, factors in batch.items():
             layer, state = self._by_name[name], self.states[name]
-            absorb = good if name not in ran else good & ran[name].to(good.device)
-            stages.average(layer, state, factors, decay=decay, good=absorb)
+            stages.average(layer, state, factors, decay=decay, good=good & absorb.get(name, good))
         for name in self.tape.without_moments:
             self.states[name].moments = None
         return good
 
-    def _finish_alone(self, measured: Measured, names: Any) -> Factors:
-        """Return batch factors of layers from this rank's own sums."""
-        terms = measured.terms
-        scale = measured.unit * (terms if self._by_terms else 1.0) if measured.layers else 1.0
-        if measured.layers and not self._by_terms:
-            scale = scale / terms
-        batch: Factors = {}
-        for name in names:
-            sums = measured.layers[name]
-            totals = sums.factors | ({} if sums.moments is None else {"moments": sums.moments})
-            batch[name] = {key: stages.batch_factor(key, s, sums.rows, scale) for key, s in totals.items()}
-        return batch
+    @property
+    def _is_double(self) -> bool:
+        return any(layer.dtype == torch.float64 for layer in self.layers)
 
     @property
-    def _by_terms(self) -> bool:
+    def by_terms(self) -> bool:
+        """Whether the loss was summed over the step's terms and divided by their number."""
         return self.settings.accumulate == "terms" and self.settings.fisher == "empirical"
 
-    def _reduce(
-        self, exchange: Exchange, measured: Measured, good: Tensor, device: torch.device
-    ) -> tuple[Factors, Tensor, dict[str, Tensor]]:
-        """Sum what all ranks measured; returns the batch factors held here, whether all is good, which layers ran."""
-        sums = self.local_sums(measured)
-        error, self.tape.error = self.tape.error, None
-        good = good & stages.all_finite(sums.values(), device)
-        count = [measured.layers.get(layer.name) for layer in self.layers]
-        values: list[Tensor | float] = [measured.terms, (~good).to(torch.float64), float(error is not None)]
-        values += [0.0 if s is None else s.rows for s in count]
-        values += [0.0 if s is None else float(s.calls) for s in count]
-        values += [0.0 if s is None else float(s.called_again) for s in count]
-        half = self.plan.wire_dtype == "float16"
-        names = [(layer.name, factor.key) for layer in self.layers for factor in layer.spec.factors]
-        if half:
-            values += [shares.trace(sums[name]) if name in sums else 0.0 for name in names]
-        pending = exchange.launch_sum("header", values)
-        scales: Named = {}
-        if half:  # little range: divide by what all ranks know the sum to be
-            header = pending.wait()
-            scales = {name: shares.scale_of(header[i - len(names)]) for i, name in enumerate(names)}
-        launched = [p for b in range(exchange.num_buckets) for p in exchange.launch_factors(b, sums, scales)]
-        header = pending.wait()
-        reduced = exchange.finish_factors(launched, scales)
-        self._note_failure(header[2], error)
-        num = len(self.layers)
-        terms = header[0]
-        rows, calls, again = (header[HEADER_FIXED + i * num :][:num] for i in range(3))
-        scale = terms / exchange.world_size**2 if self._by_terms else 1 / terms
-        batch: Factors = self._finish_alone(measured, [n for n in self._own_statistics() if n in measured.layers])
-        ran: dict[str, Tensor] = {}
-        for (name, key), total in reduced.items():
-            i = next(i for i, layer in enumerate(self.layers) if layer.name == name)
-            batch.setdefault(name, {})[key] = stages.batch_factor(key, total, rows[i].clamp(min=1), scale)
-            ran[name] = (calls[i] > 0) & (rows[i] > 0)
-            if key == "moments":
-                batch[name][key] = torch.where(again[i] > 0, 0, batch[name][key])
-        held = {name: self._held(name, factors) for name, factors in batch.items()}
-        good = (header[1] == 0) & (header[2] == 0)
-        for name, factors in held.items():  # a sum may overflow on the wire
-            ran[name] = ran.get(name, good) & stages.all_finite(factors.values(), device)
-        return held, good.to(device), ran
-
-    def local_sums(self, measured: Measured) -> Named:
-        """Return this rank's sums over terms, of the layers that several ranks measure."""
-        sums: Named = {}
-        for name, layer_sums in measured.layers.items():
-            if len(self.placements[name].statistics) < 2:
-                continue
-            for key, total in layer_sums.factors.items():
-                sums[name, key] = total if key == "A" else _times(total, measured.unit)
-            if layer_sums.moments is not None:
-                sums[name, "moments"] = _times(layer_sums.moments, measured.unit)
-        return sums
-
-    def _own_statistics(self) -> list[str]:
-        return [name for name, p in self.placements.items() if p.statistics == (self.rank,)]
-
-    def _held(self, name: str, factors: dict[str, Tensor]) -> dict[str, Tensor]:
-        placement, layer = self.placements[name], self._by_name[name]
-        held = {f.key for f, ranks in zip(layer.spec.factors, placement.factors, strict=True) if self.rank in ranks}
-        if self.rank in placement.preconditioned_by:
-            held.add("moments")
-        return {key: factor for key, factor in factors.items() if key in held}
-
-    def _note_failure(self, flag: Tensor, error: BaseException | None) -> None:
+    def note_failure(self, flag: Tensor, error: BaseException | None) -> None:
         """Keep a rank's error until all ranks have seen its flag: on the CPU now, on a GPU at the next step."""
         self._error = error
         self._flag = flag if flag.device.type == "cpu" else flag.to("cpu", non_blocking=True)
@@ -269,41 +253,68 @@ class Runner:
         """Replace the gradients of the layers by preconditioned ones of the right length."""
         ready = [layer for layer in self.layers if stages.is_ready(layer, self.states[layer.name])]
         pairs = [(layer, grad) for layer in ready if (grad := read_grad(layer)) is not None]
+        raw = {layer.name: grad for layer, grad in pairs}
         updates = {
-            layer.name: stages.direction(layer, self.states[layer.name], grad, self.settings, self.step)
-            for layer, grad in pairs
-            if self.rank in self.placements[layer.name].preconditioned_by
+            name: stages.direction(self._by_name[name], self.states[name], grad, self.settings, self.step)
+            for name, grad in raw.items()
+            if self.rank in self.placements[name].preconditioned_by
         }
-        if self.exchange is not None:
-            updates = shares.share_gradients(self.exchange, updates, {layer.name: grad for layer, grad in pairs})
-        if not pairs:
-            return
-        layers, raw = [layer for layer, _ in pairs], [grad for _, grad in pairs]
-        before = stages.norms(raw, device)
-        found = [updates[layer.name] for layer in layers]
-        after = stages.norms(found, device)
-        sane = torch.isfinite(after)
-        after = torch.where(sane, after, before)
-        found = [torch.where(sane[i].to(u.device), u, raw[i]) for i, u in enumerate(found)]
+        if self.exchange is not None and self.plan.share == "gradients":
+            updates = shares.share_gradients(self.exchange, updates, raw)
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
-        if self.settings.rescale == "kl-clip":
-            clip = self.settings.at("kl_clip", self.step)
-            factor = stages.kl_scale(layers, found, rates, clip, loss_scale, sane)
-            self.device["clip_factor"] = factor
-            self.count("clipped_steps", factor < 1)
-            scales = torch.where(sane, factor, 1.0)
-        else:
-            scales = stages.scales(self.settings.rescale, before, after, sane)
-        divisor = 1.0 if loss_scale is None else loss_scale.to(device)
-        self.device["grad_norm"] = before.square().sum().sqrt() / divisor
-        self.device["update_norm"] = (after * scales).square().sum().sqrt() / divisor
-        for i, layer in enumerate(layers):
-            for parameter, part in split_grad(layer, found[i] * scales[i].to(found[i])):
-                assert parameter.grad is not None
-                parameter.grad.copy_(part)
+        after, sane, products = self._lengths(updates, rates, loss_scale, device)
+        if pairs:
+            layers = [layer for layer, _ in pairs]
+            index = [self.index[layer.name] for layer in layers]
+            before, after, sane = stages.norms(list(raw.values()), device), after[index], sane[index]
+            after = torch.where(sane, after.to(before.dtype), before)
+            if self.settings.rescale == "kl-clip":
+                factor = kl_factor(products, self.settings.at("kl_clip", self.step))
+                self.device["clip_factor"] = factor
+                self.count("clipped_steps", factor < 1)
+                scales = torch.where(sane, factor, 1.0)
+            else:
+                scales = stages.scales(self.settings.rescale, before, after, sane)
+            divisor = 1.0 if loss_scale is None else loss_scale.to(device)
+            self.device["grad_norm"] = before.square().sum().sqrt() / divisor
+            self.device["update_norm"] = (after * scales).square().sum().sqrt() / divisor
+            for i, layer in enumerate(layers):
+                update = updates.get(layer.name)
+                if update is None:
+                    continue
+                update = torch.where(sane[i].to(update.device), update, raw[layer.name])
+                for parameter, part in split_grad(layer, update * scales[i].to(update)):
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(part)
+        if self.exchange is not None and self.plan.share == "weights":
+            for layer in self.layers:
+                if self.rank not in self.placements[layer.name].preconditioned_by:
+                    for parameter in layer.parameters():
+                        parameter.grad = None
 
+    def _lengths(
+        self, updates: dict[str, Tensor], rates: dict[int, Any], loss_scale: Any, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every layer's norm of the update, whether it is finite, and its term of the KL clip, on all ranks."""
+        num, index = len(self.layers), [self.index[name] for name in updates]
+        after = torch.zeros(num, dtype=torch.float64 if self._is_double else torch.float32, device=device)
+        products = torch.zeros_like(after)
+        if updates:
+            found = list(updates.values())
+            after[index] = stages.norms(found, device).to(after.dtype)
+            if self.settings.rescale == "kl-clip":
+                layers = [self.layers[i] for i in index]
+                terms = stages.kl_products(layers, found, rates, loss_scale, device)
+                products[index] = torch.stack(terms).to(products.dtype)
+        sane = torch.isfinite(after)
+        after, products = torch.where(sane, after, 0.0), torch.where(sane, products, 0.0)
+        if self.exchange is not None and self.plan.share == "weights":
+            together = torch.cat([after, (~sane).to(after.dtype), products]).to(torch.float64)
+            after, bad, products = self.exchange.sum_vector("norms", together).to(after).view(3, num)
+            sane = bad == 0
+        return after, sane, products
 
-def _times(total: Tensor, unit: Tensor | float) -> Tensor:
-    if isinstance(unit, float) and unit == 1.0:
-        return total
-    return total * (unit.to(total.device, total.dtype) if isinstance(unit, Tensor) else unit)
+    def share_weights(self) -> None:
+        """After the optimizer's step: get the weights that their owners updated."""
+        if self.exchange is not None and self.plan.share == "weights":
+            shares.share_weights(self.exchange, self._by_name)

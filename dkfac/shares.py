@@ -11,7 +11,7 @@ from torch import Tensor
 from dkfac import stages
 from dkfac.exchange import Exchange, unpack_factor, vector
 from dkfac.layers.layer import Layer
-from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.ops.pack import pack_triangle
 from dkfac.plan.program import Part, has_moments
 from dkfac.plan.spec import FactorSpec
@@ -48,7 +48,7 @@ def agree_on_means(runner: Runner) -> set[str]:
     joined = torch.cat([m.to(device, torch.float64) for m in means])
     flags = vector(has, device)
     if runner.exchange is not None:
-        together = runner.exchange.sum("means", list(torch.cat([flags, joined])))
+        together = runner.exchange.sum_vector("means", torch.cat([flags, joined]))
         flags, joined = together[: len(has)], together[len(has) :]
     told, position = iter(flags.tolist()), 0
     measured: set[str] = set()
@@ -163,12 +163,15 @@ def share_gradients(exchange: Exchange, updates: dict[str, Tensor], raw: dict[st
     return updates
 
 
-def trace(total: Tensor) -> Tensor:
-    """Return the size of a factor's sum, over all blocks."""
-    return mean_eigenvalue(total).mean() * total.shape[-1] * total.shape[0]
+def share_weights(exchange: Exchange, layers: dict[str, Layer]) -> None:
+    """Send the weights of the layers that this rank stepped, and take those of the others."""
 
+    def value(part: Part) -> Tensor:
+        return torch.cat([p.reshape(-1) for p in layers[part.layer].parameters()])
 
-def scale_of(total: Tensor) -> Tensor:
-    """Return the power of two that brings a sum of this trace to about 16; 1 where it is zero or not finite."""
-    exponent = torch.floor(torch.log2(total)) - 4
-    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)
+    with torch.no_grad():
+        for (name, _), flat in exchange.share("weights", value).items():
+            position = 0
+            for parameter in layers[name].parameters():
+                parameter.copy_(flat[position : position + parameter.numel()].view_as(parameter))
+                position += parameter.numel()

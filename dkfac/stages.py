@@ -11,7 +11,7 @@ from torch import Tensor
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops import precondition as ops
 from dkfac.ops.decompose import Decomposition, Inverse, mean_eigenvalue
-from dkfac.ops.rescale import kl_factor, match_norm
+from dkfac.ops.rescale import match_norm
 from dkfac.refresh import Rung, refresh
 from dkfac.settings import Settings
 from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silence_bias
@@ -160,26 +160,27 @@ def _total(norms_of_layers: Tensor, sane: Tensor) -> Tensor:
     return torch.where(sane, norms_of_layers, 0.0).square().sum().sqrt()
 
 
-def kl_scale(
-    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], kl_clip: float, grad_scale: Any, sane: Tensor
-) -> Tensor:
-    """Return the KL clip's factor for all ``sane`` layers together.
+def kl_products(
+    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], grad_scale: Any, device: torch.device
+) -> list[Tensor]:
+    """Return ``lr^2 <update, gradient>`` of each layer: what the KL clip adds up.
 
     ``rates``: learning rates by the parameters' ids; ``grad_scale``: what a fused optimizer will still divide
     gradients by, or None.
     """
-    products: list[Tensor] = []
-    factors: list[Tensor | float] = []
-    scale = 1.0 if grad_scale is None else grad_scale.to(sane.device)
+    scale = 1.0 if grad_scale is None else grad_scale.to(device)
     dtype = torch.promote_types(torch.float32, max((u.dtype for u in updates), key=lambda d: d.itemsize))
-    for i, (layer, update) in enumerate(zip(layers, updates, strict=True)):
+    result: list[Tensor] = []
+    for layer, update in zip(layers, updates, strict=True):
+        total = torch.zeros((), dtype=dtype, device=device)
         for parameter, part in split_grad(layer, update):
             assert parameter.grad is not None
-            product = (part * parameter.grad).sum().to(sane.device, dtype) / (scale * scale)
-            products.append(torch.where(sane[i], product, 0.0))
+            product = (part * parameter.grad).sum().to(device, dtype) / (scale * scale)
             rate = rates.get(id(parameter), 0.0)
-            factors.append(rate if isinstance(rate, Tensor) else float(rate))
-    return kl_factor(products, factors, kl_clip)
+            rate = rate if isinstance(rate, Tensor) else float(rate)
+            total = total + product * rate * rate
+        result.append(total)
+    return result
 
 
 def norms(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -62,7 +62,8 @@ def on_processes(world_size, function, *args, timeout=TIMEOUT_SECONDS, debug="DE
     """Return ``[function(rank, *args) for each rank]``, each in a process of its own on gloo.
 
     ``function`` lives at the top level of a test module. With ``check`` a rank that fails fails the test; without, its
-    place holds ``(exit code, stderr)``.
+    place holds ``(exit code, stderr)``. ``debug="DETAIL"`` finds collectives that do not match, but torch 2.13 crashes
+    under it when a process makes a second DDP.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,7 +88,7 @@ def on_processes(world_size, function, *args, timeout=TIMEOUT_SECONDS, debug="DE
         out = [Path(folder) / f"{rank}.pkl" for rank in range(world_size)]
         children = [
             subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", code, str(out[rank])],
+                [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code, str(out[rank])],
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stderr=subprocess.PIPE,
                 text=True,

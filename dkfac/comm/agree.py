@@ -56,9 +56,11 @@ def raise_everywhere(groups: Groups, error: BaseException | None, device: torch.
     raise RuntimeError(where or "a rank failed in K-FAC's part of the step, and does not say how")
 
 
-def is_alone() -> bool:
-    """Whether torch.distributed has no more than one rank now."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+def gather_objects(groups: Groups, mine: Any) -> list[Any] | None:
+    """Return every rank's object on rank 0, None elsewhere."""
+    gathered: list[Any] | None = [None] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object(mine, gathered, dst=groups.global_rank(0), group=groups.everyone)
+    return gathered
 
 
 def _bytes(data: bytes, device: torch.device) -> Tensor:

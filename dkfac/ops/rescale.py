@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -14,8 +12,8 @@ def match_norm(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(after > limits.tiny, (before / after).clamp(max=limits.max), 1.0)
 
 
-def kl_factor(products: Sequence[Tensor], rates: Sequence[Tensor | float], kl_clip: float) -> Tensor:
+def kl_factor(products: Tensor, kl_clip: float) -> Tensor:
     """Return ``min(1, sqrt(kl_clip / |sum of lr^2 <v, grad>|))``, 1 where the sum is 0."""
-    total = torch.stack([p * r * r for p, r in zip(products, rates, strict=True)]).sum().abs()
+    total = products.sum().abs()
     factor = (kl_clip / total).sqrt().clamp(max=1.0)
     return torch.where(total > 0, factor, torch.ones_like(factor))

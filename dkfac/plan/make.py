@@ -120,9 +120,7 @@ def step_seconds(plan: Plan, choices: Choices, costs: Costs) -> float:
         every = {"header": choices.factor_interval, "factors": choices.factor_interval}
         refreshes = dict.fromkeys(("means", "status", "decompositions"), choices.inverse_interval)
         interval = (every | refreshes).get(transfer.stage, 1)
-        moved = transfer.num_bytes * (2.0 if transfer.how == "all-reduce" else 1.0)
-        if transfer.how == "all-gather":
-            moved *= len(transfer.group) - 1
-        for rank in transfer.group:
-            links[rank] += costs.transfer(moved) / interval
+        times = {"all-reduce": 2, "all-gather": len(transfer.group) - 1}.get(transfer.how, 1)
+        for rank, elements in zip(transfer.group, transfer.sizes(), strict=True):
+            links[rank] += costs.transfer(times * elements * num_bytes(transfer.dtype)) / interval
     return max(a + b for a, b in zip(work, links, strict=True))

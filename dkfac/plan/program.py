@@ -10,13 +10,12 @@ from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.spec import FactorSpec, LayerSpec
 
 Stage = Literal["header", "factors", "means", "status", "decompositions", "norms", "gradients", "weights"]
-How = Literal["all-reduce", "reduce-scatter", "exchange", "broadcast", "all-gather"]
+How = Literal["all-reduce", "reduce-scatter", "collect", "deal", "all-gather"]
+"""``collect``: from equal chunks to owners, after a reduce-scatter. ``deal``: from owners to equal chunks, before an
+all-gather. Both are all-to-alls that move only what is not in place yet."""
 
-MAX_PADDING = 0.1
-"""Of an all-gather; beyond it, each owner broadcasts."""
-
-HEADER_FIXED = 3
-"""The header begins with the number of terms, the bad flag and the error flag."""
+HEADER_FIXED = 4
+"""The header begins with the number of terms, the bad flag, the error flag and the number of backward passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +31,73 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective on a flat buffer. ``elements`` of it are handed over by each member, padding included."""
+    """One collective on a flat buffer of ``parts``, ordered by owner and cut in equal chunks where it is cut."""
 
     stage: Stage
     how: How
     group: Ranks
     dtype: str
     parts: tuple[Part, ...]
-    elements: int
-    root: int = -1
     bucket: int = 0
 
     @property
-    def num_bytes(self) -> int:
-        """Payload that a member hands to the collective."""
-        return self.elements * num_bytes(self.dtype)
+    def used(self) -> int:
+        return sum(part.elements for part in self.parts)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one member's chunk; the last one is padded."""
+        return -(-self.used // len(self.group))
+
+    def sizes(self) -> list[int]:
+        """Return how many elements each member hands to the collective."""
+        size = len(self.group)
+        match self.how:
+            case "all-reduce":
+                return [self.used] * size
+            case "reduce-scatter":
+                return [self.chunk * size] * size
+            case "all-gather":
+                return [self.chunk] * size
+            case "collect":
+                used, chunk = self.used, self.chunk
+                return [_overlap(0, used, i * chunk, (i + 1) * chunk) for i in range(size)]
+            case "deal":
+                return [end - begin for begin, end in self._owned()]
+
+    def elements(self, rank: int) -> int:
+        """Return how many elements a member hands to the collective."""
+        return self.sizes()[self.group.index(rank)]
+
+    def num_bytes(self, rank: int) -> int:
+        """Return the payload that a member hands to the collective."""
+        return self.elements(rank) * num_bytes(self.dtype)
 
     @property
     def padding_bytes(self) -> int:
-        """Of the whole transfer: what was handed over for nothing."""
-        used = sum(part.elements for part in self.parts)
-        held = self.elements * (len(self.group) if self.how in ("all-gather", "exchange") else 1)
-        return (held - used) * num_bytes(self.dtype)
+        """What the whole transfer carries for nothing."""
+        padded = self.how in ("reduce-scatter", "all-gather")
+        return (self.chunk * len(self.group) - self.used) * num_bytes(self.dtype) if padded else 0
 
     def splits(self, rank: int) -> tuple[list[int], list[int]]:
-        """Of an exchange: how many elements a member sends to, and receives from, each member."""
-        chunk, ranges = self.elements, self._ranges()
-        begin, end = ranges[rank]
-        send = [_overlap(*ranges[r], rank * chunk, (rank + 1) * chunk) for r in range(len(self.group))]
-        receive = [_overlap(begin, end, r * chunk, (r + 1) * chunk) for r in range(len(self.group))]
-        return send, receive
+        """Return how many elements a member sends to, and receives from, each member."""
+        me, size, chunk = self.group.index(rank), len(self.group), self.chunk
+        owned = self._owned()
+        chunks = [(i * chunk, (i + 1) * chunk) for i in range(size)]
+        to_owner = [_overlap(*owned[i], *chunks[me]) for i in range(size)]
+        from_chunk = [_overlap(*owned[me], *chunks[i]) for i in range(size)]
+        return (to_owner, from_chunk) if self.how == "collect" else (from_chunk, to_owner)
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        totals = [0] * len(self.group)
+    def _owned(self) -> list[tuple[int, int]]:
+        """Return where in the buffer each member's own parts lie."""
+        totals = dict.fromkeys(self.group, 0)
         for part in self.parts:
             totals[part.owner] += part.elements
-        ends, position = [], 0
-        for total in totals:
-            ends.append((position, position + total))
+        result, position = [], 0
+        for total in totals.values():
+            result.append((position, position + total))
             position += total
-        return ends
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +145,7 @@ def decomposition_elements(factor: FactorSpec, solver: str) -> int:
 
 
 def _small(stage: Stage, everyone: Ranks, elements: int) -> Transfer:
-    return Transfer(stage, "all-reduce", everyone, "float64", (Part("", stage, elements),), elements)
+    return Transfer(stage, "all-reduce", everyone, "float64", (Part("", stage, elements),))
 
 
 def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
@@ -148,14 +174,11 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
             parts = [part for layer, part in items if (plan.wire_dtype or layer.dtype) == dtype]
             shared = tuple(part for part in parts if part.owner < 0)
             if shared:
-                total = sum(part.elements for part in shared)
-                yield Transfer("factors", "all-reduce", everyone, dtype, shared, total, bucket=number)
+                yield Transfer("factors", "all-reduce", everyone, dtype, shared, number)
             owned = tuple(sorted((part for part in parts if part.owner >= 0), key=lambda part: part.owner))
             if owned:
-                chunk = -(-sum(part.elements for part in owned) // len(everyone))
-                whole = chunk * len(everyone)
-                yield Transfer("factors", "reduce-scatter", everyone, dtype, owned, whole, bucket=number)
-                yield Transfer("factors", "exchange", everyone, dtype, owned, chunk, bucket=number)
+                yield Transfer("factors", "reduce-scatter", everyone, dtype, owned, number)
+                yield Transfer("factors", "collect", everyone, dtype, owned, number)
 
 
 def has_moments(layer: LayerSpec) -> bool:
@@ -198,19 +221,18 @@ def gradient_dtype(wire_dtype: str) -> str:
 
 
 def _shares(stage: Stage, shares: Iterable[Share]) -> Iterator[Transfer]:
-    """One transfer per group if its members send about equally much, else one per sender."""
-    grouped: dict[tuple[Ranks, str], dict[int, list[Part]]] = {}
+    """Two transfers per group: owners deal out equal chunks of what they send, all gather the chunks.
+
+    One broadcast per owner would load the links of the largest owner alone; an all-gather of what each owns would be
+    padded to the largest.
+    """
+    grouped: dict[tuple[Ranks, str], list[Part]] = {}
     for group, dtype, part in shares:
-        grouped.setdefault((group, dtype), {}).setdefault(part.owner, []).append(part)
-    for (group, dtype), by_owner in grouped.items():
-        totals = {owner: sum(part.elements for part in parts) for owner, parts in by_owner.items()}
-        largest = max(totals.values())
-        if largest * len(group) <= (1 + MAX_PADDING) * sum(totals.values()):
-            parts = tuple(part for owner in group for part in by_owner.get(owner, []))
-            yield Transfer(stage, "all-gather", group, dtype, parts, largest)
-            continue
-        for owner in sorted(by_owner):
-            yield Transfer(stage, "broadcast", group, dtype, tuple(by_owner[owner]), totals[owner], root=owner)
+        grouped.setdefault((group, dtype), []).append(part)
+    for (group, dtype), parts in grouped.items():
+        ordered = tuple(sorted(parts, key=lambda part: part.owner))
+        yield Transfer(stage, "deal", group, dtype, ordered)
+        yield Transfer(stage, "all-gather", group, dtype, ordered)
 
 
 def _single(ranks: Ranks) -> int:

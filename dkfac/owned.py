@@ -1,0 +1,55 @@
+"""The optimizer's state of layers that one rank steps for all (``share="weights"``), as part of K-FAC's own state."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.layers.layer import Layer
+
+
+def save(optimizer: torch.optim.Optimizer, layer: Layer) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state of a layer by parameter; before the first step, zeros of its form."""
+    names = ("weight", "bias")
+    return {name: _save(optimizer, p) for name, p in zip(names, layer.parameters(), strict=False)}
+
+
+def load(optimizer: torch.optim.Optimizer, layer: Layer, saved: dict[str, dict[str, Any]]) -> None:
+    """Give the optimizer back what ``save`` returned."""
+    for name, p in zip(("weight", "bias"), layer.parameters(), strict=False):
+        found = saved.get(name)
+        if found:
+            optimizer.state[p] = {
+                key: value.to(p.device, copy=True) if isinstance(value, Tensor) and value.ndim else copy.copy(value)
+                for key, value in found.items()
+            }
+
+
+def _save(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    state = optimizer.state.get(parameter)
+    if not state:
+        return _blank(optimizer, parameter)
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _blank(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return zeros shaped like the state after a first step, found by a step of a copy on a parameter of zeros.
+
+    Distributed checkpoints are read into tensors that are there already.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    trial = torch.nn.Parameter(torch.zeros_like(parameter))
+    trial.grad = torch.zeros_like(parameter)
+    shadow: Any = copy.copy(optimizer)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, "params": [trial]}]
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    type(optimizer).step(shadow)  # not shadow.step: schedulers wrap that one, for the original
+    return {
+        key: torch.zeros_like(value) if isinstance(value, Tensor) else value
+        for key, value in shadow.state[trial].items()
+    }

@@ -1,0 +1,131 @@
+"""From what the ranks measured to batch factors: sums and counts over ranks, then a division."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dkfac import stages
+from dkfac.exchange import Exchange, Named
+from dkfac.ops.decompose import mean_eigenvalue
+from dkfac.plan.program import HEADER_FIXED
+from dkfac.tape import Measured
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
+
+Factors = dict[str, dict[str, Tensor]]
+"""Batch factors, and moments, by layer and key."""
+
+
+def finish_alone(runner: Runner, measured: Measured, names: Iterable[str]) -> Factors:
+    """Return batch factors of layers from this rank's own sums."""
+    scale: Tensor | float = 1.0
+    if measured.layers:
+        scale = measured.unit * measured.terms if runner.by_terms else measured.unit / measured.terms
+    batch: Factors = {}
+    for name in names:
+        sums = measured.layers[name]
+        totals = sums.factors | ({} if sums.moments is None else {"moments": sums.moments})
+        batch[name] = {key: stages.batch_factor(key, s, sums.rows, scale) for key, s in totals.items()}
+    return batch
+
+
+def local_sums(runner: Runner, measured: Measured) -> Named:
+    """Return this rank's sums over terms, of the layers that several ranks measure."""
+    sums: Named = {}
+    for name, layer_sums in measured.layers.items():
+        if len(runner.placements[name].statistics) < 2:
+            continue
+        for key, total in layer_sums.factors.items():
+            sums[name, key] = over_terms(key, total, measured.unit)
+        if layer_sums.moments is not None:
+            sums[name, "moments"] = over_terms("moments", layer_sums.moments, measured.unit)
+    return sums
+
+
+def over_terms(key: str, total: Tensor, unit: Tensor | float) -> Tensor:
+    """Return a sum of gradients' products as a sum over terms of the loss; a sum over inputs as it is."""
+    if key == "A" or (isinstance(unit, float) and unit == 1.0):
+        return total
+    return total * (unit.to(total.device, total.dtype) if isinstance(unit, Tensor) else unit)
+
+
+class Reduced:
+    """What all ranks measured together, in the parts that this rank holds."""
+
+    def __init__(self, runner: Runner, exchange: Exchange, measured: Measured, good: Tensor) -> None:
+        """Launch and wait for the sums; ``good``: whether this rank's gradients are finite."""
+        error, runner.tape.error = runner.tape.error, None
+        sums = local_sums(runner, measured)
+        device = good.device
+        good = good & stages.all_finite(sums.values(), device)
+        header = _header(runner, measured, good, error, sums)
+        scales: Named = {}
+        if runner.plan.wire_dtype == "float16":  # little range: first agree on what to divide by
+            told = exchange.sum("header", header)
+            names = _factor_names(runner)
+            scales = {name: _power_of_two(told[i - len(names)]) for i, name in enumerate(names)}
+            launched = exchange.launch_rest(sums, scales)
+        else:
+            launched = exchange.launch_rest(sums, scales)
+            told = exchange.sum("header", header)
+        totals = exchange.finish_factors(launched, scales)
+        num = len(runner.layers)
+        self.terms, self.num_bad, self.num_failed, self.num_passes = told[:HEADER_FIXED]
+        self.rows, self.calls, self.again = (told[HEADER_FIXED + i * num :][:num] for i in range(3))
+        runner.note_failure(self.num_failed, error)
+        self.good = ((self.num_bad == 0) & (self.num_failed == 0)).to(device)
+        own = [n for n, p in runner.placements.items() if p.statistics == (runner.rank,) and n in measured.layers]
+        self.batch = finish_alone(runner, measured, own)
+        self.absorb: dict[str, Tensor] = {}
+        """Whether a layer was measured at all, and its sums survived the wire."""
+        self._divide(runner, exchange, totals)
+        for name, factors in self.batch.items():
+            ran = self.absorb.get(name, self.good)
+            self.absorb[name] = ran.to(device) & stages.all_finite(factors.values(), device)
+
+    def _divide(self, runner: Runner, exchange: Exchange, totals: Named) -> None:
+        scale = self.terms / exchange.world_size**2 if runner.by_terms else 1 / self.terms
+        for (name, key), total in totals.items():
+            holding = runner.holds(name)
+            if key not in holding.running and not (key == "moments" and holding.moments):
+                continue
+            i = runner.index[name]
+            factor = stages.batch_factor(key, total, self.rows[i].clamp(min=1), scale)
+            if key == "moments":  # of a layer called several times per example they mean nothing
+                factor = torch.where(self.again[i].to(factor.device) > 0, 0, factor)
+            self.batch.setdefault(name, {})[key] = factor
+            self.absorb[name] = (self.calls[i] > 0) & (self.rows[i] > 0)
+
+
+def _header(
+    runner: Runner, measured: Measured, good: Tensor, error: BaseException | None, sums: Named
+) -> list[Tensor | float]:
+    """Terms, flags and passes; then rows, calls and repeated calls of each layer; for float16 the sums' traces."""
+    found = [measured.layers.get(layer.name) for layer in runner.layers]
+    values: list[Tensor | float] = [measured.terms, (~good).to(torch.float64), float(error is not None)]
+    values.append(float(measured.num_passes))
+    values += [0.0 if s is None else s.rows for s in found]
+    values += [0.0 if s is None else float(s.calls) for s in found]
+    values += [0.0 if s is None else float(s.called_again) for s in found]
+    if runner.plan.wire_dtype == "float16":
+        values += [_trace(sums[name]) if name in sums else 0.0 for name in _factor_names(runner)]
+    return values
+
+
+def _factor_names(runner: Runner) -> list[tuple[str, str]]:
+    return [(layer.name, factor.key) for layer in runner.layers for factor in layer.spec.factors]
+
+
+def _trace(total: Tensor) -> Tensor:
+    return mean_eigenvalue(total).sum() * total.shape[-1]
+
+
+def _power_of_two(total: Tensor) -> Tensor:
+    """Return what brings a sum of this trace to about 16; 1 where it is zero or not finite."""
+    exponent = torch.floor(torch.log2(total)) - 4
+    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)
