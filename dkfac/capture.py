@@ -200,6 +200,8 @@ class ModelHook:
             return
         if not torch.compiler.is_compiling() and probe.tape is not None:
             probe.tape.outside()
+            if probe.tape.overlap is not None:
+                probe.tape.overlap.begin_forward()
         first = _first_tensor((args, kwargs))
         if first is None or first.ndim <= probe.batch_dim:
             if isinstance(probe.loss_terms, int) and not torch.compiler.is_compiling():
@@ -261,6 +263,8 @@ class LayerHook:
             return _Capture.apply(  # type: ignore[no-untyped-call]
                 output, x, probe.sizes, examples, terms, probe.handle, self.index, batch_stats
             )
+        if probe.tape is not None and probe.tape.overlap is not None:
+            probe.tape.overlap.measure_input(probe.tape.layers[self.index], x, output, probe.examples)
         with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it
             return _Capture.apply(  # type: ignore[no-untyped-call]
                 output, x, None, probe.examples, probe.terms, probe.handle, self.index, batch_stats

@@ -18,6 +18,7 @@ from dkfac.layers.layer import Layer, read_grad, split_grad
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
 from dkfac.ops.rescale import kl_factor
+from dkfac.overlap import Overlap
 from dkfac.plan.plan import Plan
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
@@ -43,6 +44,8 @@ class Runner:
         self.tape, self.exchange, self.notices = tape, exchange, notices
         self.rank = 0 if exchange is None else exchange.rank
         tape.defer_errors = exchange is not None
+        if exchange is not None and settings.overlap and settings.fisher != "exact":
+            tape.overlap = Overlap(exchange, tape)
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.step = 0
@@ -204,6 +207,7 @@ class Runner:
         due = [layer for layer in (self.layers if self.decomposing else new) if layer.name in measured]
         if self.exchange is not None and self.measuring:
             self.notices.capture(measured, 0)
+            self._choose_overlapped()
         if not due:
             return
         found: dict[str, dict[str, tuple[Decomposition | None, Rung]]] = {}
@@ -233,6 +237,14 @@ class Runner:
             dominated_share=dominated / len(due),
             clipped_share=float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
         )
+
+    def _choose_overlapped(self) -> None:
+        """Let those layers leave early that every rank called once per pass. Waits for the device."""
+        overlap, reduced = self.tape.overlap, self._last_reduced
+        if overlap is None or overlap.layers or reduced is None or float(reduced.num_passes) == 0:
+            return
+        once = ((reduced.calls == reduced.num_passes) & (reduced.again == 0)).tolist()
+        overlap.layers = frozenset(la.name for la, flag in zip(self.layers, once, strict=True) if flag)
 
     def publish_bases(self) -> None:
         """Let the tape measure EKFAC's moments in the bases now in use."""

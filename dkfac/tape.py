@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from dkfac.layers.layer import Layer
-from dkfac.layers.rows import Rows, regroup, rows_of
-from dkfac.ops import factors as ops
+from dkfac.layers.rows import Rows, rows_of
 from dkfac.ops.decompose import Eigen
-from dkfac.plan.spec import FactorSpec
 from dkfac.settings import Settings
+from dkfac.sums import gradient_sum, input_sum, moment_sum
 from dkfac.timing import StageTimer
+
+if TYPE_CHECKING:
+    from dkfac.overlap import Overlap
 
 NEVER_STEPPED = 500
 """Backward passes without a step after which something must be wrong."""
@@ -87,6 +89,7 @@ class Tape:
         self._scaler = scaler
         self._pending_terms: Terms | None = None
         self._terms: Terms | None = None
+        self.overlap: Overlap | None = None
         self.defer_errors = False
         """Keep an error of the capture for the step, where other ranks are told of it."""
         self.error: BaseException | None = None
@@ -100,7 +103,14 @@ class Tape:
         """Say what the next measured backward pass is a mean over."""
         if isinstance(number, Tensor):
             number = number.detach().to(torch.float64)  # integers would divide to float32
+        if mask is not None and self.overlap is not None and self.overlap.has_inputs:
+            raise RuntimeError("with overlap=True call set_terms(n, mask) before the forward, which measures inputs")
         self._pending_terms = Terms(number, mask)
+
+    @property
+    def next_mask(self) -> Tensor | None:
+        """Of the next backward pass, as far as it was said."""
+        return None if self._pending_terms is None else self._pending_terms.mask
 
     def forget_terms(self) -> None:
         """What was said of a pass that was not measured does not hold for the next."""
@@ -109,6 +119,8 @@ class Tape:
     def discard(self) -> None:
         """Forget what was measured since the last step."""
         self.window = Window()
+        if self.overlap is not None:
+            self.overlap.reset()
 
     def enter(self) -> None:
         """Note that a backward pass runs; all that happens before it ends belongs to one pass.
@@ -126,13 +138,19 @@ class Tape:
         self._task, self._counted = task, False
         self._terms = None
         torch.autograd.Variable._execution_engine.queue_callback(self.leave)
-        # ``scaler.update()`` replaces this table. If it ran and no step was taken, the scaler found an overflow and
-        # did not call the optimizer. That step's statistics are void, and so are those of gradients thrown away.
-        epoch = getattr(self._scaler, "_per_optimizer_states", None)
-        if self.window.num_passes and (epoch is not self.window.scaler_epoch or self._gradients_are_gone()):
+        self.drop_void()
+        self.window.scaler_epoch = self._epoch()
+
+    def drop_void(self) -> None:
+        """Drop statistics of a step that will not be taken: the scaler found an overflow and did not call the
+        optimizer, or the gradients were thrown away."""
+        if self.window.num_passes and (self._epoch() is not self.window.scaler_epoch or self._gradients_are_gone()):
             self.discard()
             self.num_abandoned += 1
-        self.window.scaler_epoch = epoch
+
+    def _epoch(self) -> object:
+        """Return the table that ``scaler.update()`` replaces."""
+        return getattr(self._scaler, "_per_optimizer_states", None)
 
     def leave(self) -> None:
         self._task = -1
@@ -196,9 +214,15 @@ class Tape:
             sums.calls += 1
         batch_dim = self.settings.batch_dim
         no_autocast = torch.autocast(device.type, enabled=False)
+        early = None if self.overlap is None else self.overlap.take_input(layer.name)
         with torch.no_grad(), no_autocast, self.timer.stage("capture", device):
+            if early is not None:
+                _accumulate(sums.factors, "A", early[0])
+                sums.rows = sums.rows + early[1]
             for rows in rows_of(layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats):
-                self._add(layer, sums, rows, weight)
+                self._add(layer, sums, rows, weight, has_input=early is not None)
+        if self.overlap is not None:
+            self.overlap.note_recorded(layer, called_again=sums.called_again)
 
     def gradient_scale(self) -> Tensor | float:
         """What the loss, and so every gradient, is multiplied by for half precision."""
@@ -218,23 +242,30 @@ class Tape:
 
     def take(self) -> Measured:
         """Return what was measured since the last call and start anew."""
-        window, self.window, self._task = self.window, Window(), -1
+        window, unit = self.window, self.unit()
+        self.window, self._task = Window(), -1
         self._num_passes_without_step = 0
-        unit: Tensor | float = 1.0
-        if self.settings.fisher == "empirical" and self.settings.accumulate in (None, "mean"):
-            unit = float(window.num_passes) ** 2
-        loss_scale = _here(self.gradient_scale(), window.terms)
-        return Measured(window.layers, window.terms, window.num_passes, unit / (loss_scale * loss_scale))
+        if self.overlap is not None:
+            self.overlap.end()
+        return Measured(window.layers, window.terms, window.num_passes, unit)
 
-    def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float) -> None:
+    def unit(self) -> Tensor | float:
+        """Return what sums of gradients' products are multiplied by to be sums over terms."""
+        passes: float = 1.0
+        if self.settings.fisher == "empirical" and self.settings.accumulate in (None, "mean"):
+            passes = float(self.window.num_passes)
+        loss_scale = _here(self.gradient_scale(), self.window.terms)
+        return passes * passes / (loss_scale * loss_scale)
+
+    def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float, *, has_input: bool) -> None:
         for factor in layer.spec.factors:
             if factor.key == "A":
-                if not self.column:
-                    value, count = self._input_sum(layer, factor, rows)
+                if not self.column and not has_input:
+                    value, count = input_sum(layer, rows, self.mask, self.settings)
                     sums.rows = sums.rows + count
                     _accumulate(sums.factors, "A", value)
             else:
-                _accumulate(sums.factors, factor.key, self._gradient_sum(layer, factor, rows) * weight)
+                _accumulate(sums.factors, factor.key, gradient_sum(layer, factor, rows, self.settings) * weight)
         basis = self.bases.get(layer.name)
         if basis is not None and sums.called_again:
             # An example's gradient is the sum over the calls, which are seen one at a time.
@@ -247,40 +278,8 @@ class Tape:
                 stacklevel=2,
             )
         elif basis is not None and rows.a is not None:
-            moments = _moments(layer, rows.a, rows, basis) * weight
+            moments = moment_sum(layer, rows.a, rows, basis) * weight
             sums.moments = moments if sums.moments is None else sums.moments.add_(moments)
-
-    def _input_sum(self, layer: Layer, factor: FactorSpec, rows: Rows) -> tuple[Tensor, Tensor | float]:
-        """Return the sum that A is made of and the number to divide it by."""
-        assert rows.a is not None
-        a, kept = rows.a, rows.valid
-        mask = self.mask
-        if mask is not None and mask.numel() == a.shape[0] * a.shape[1]:
-            if 0 < self.settings.batch_dim < mask.ndim and a.shape[0] == rows.examples:
-                mask = mask.movedim(self.settings.batch_dim, 0)
-            mask = mask.reshape(a.shape[:2]).to(a.device, layer.dtype)
-            kept = mask if kept is None else kept * mask
-        reduce = self.settings.weight_sharing == "reduce"
-        if reduce:
-            a = regroup(a, rows.examples, layer.name)
-            kept = None if kept is None else regroup(kept, rows.examples, layer.name)
-        count: Tensor | float = float(a.shape[0] * (1 if reduce else a.shape[1]))
-        if not reduce and kept is not None:
-            count = kept.sum()
-        if factor.form == "diagonal":
-            diagonal = ops.token_mean_squares if reduce else ops.token_counts
-            return diagonal(a, kept, factor.dim, layer.dtype), count
-        if reduce:
-            a, kept = ops.mean_over_positions(a, kept, layer.dtype), None
-        return ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept), count
-
-    def _gradient_sum(self, layer: Layer, factor: FactorSpec, rows: Rows) -> Tensor:
-        g = rows.g
-        if factor.form == "diagonal":
-            return ops.square_sum(g, layer.dtype)
-        if factor.key == "G" and self.settings.weight_sharing == "reduce":
-            g = regroup(g, rows.examples, layer.name).to(layer.dtype).sum(1, keepdim=True)
-        return ops.gram(g, ones=False, dtype=layer.dtype)
 
 
 def reaches(weight: Tensor) -> bool:
@@ -296,21 +295,6 @@ def reaches(weight: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad with the weight among its inputs
         return True
-
-
-def _moments(layer: Layer, a: Tensor, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
-    """Sum over examples of the squared gradient in the eigenbasis, ``[B, O, I]``."""
-    q_a, q_g = basis["A"].vectors, basis["G"].vectors
-    assert q_a is not None
-    assert q_g is not None
-    a = regroup(a, rows.examples, layer.name).to(layer.dtype)
-    g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
-    q_a, q_g = q_a.to(a), q_g.to(g)  # the model may have been converted since
-    if layer.has_bias:
-        a = torch.einsum("nsbi,bij->nsbj", a, q_a[:, :-1]) + q_a[:, -1]
-    else:
-        a = torch.einsum("nsbi,bij->nsbj", a, q_a)
-    return ops.gradient_square_sum(a, torch.einsum("nsbo,bop->nsbp", g, q_g))
 
 
 def _here(value: Tensor | float, like: Tensor | float) -> Tensor | float:

@@ -129,7 +129,7 @@ def test_damping_never_enters_the_running_factor(solver):
 
 def bases(kfac, name="0"):
     saved = kfac.state_dict()["layers"][name]["decompositions"]
-    return {key: (d["vectors"][0], d["values"][0]) for key, d in saved.items()}
+    return {key: (d["matrix"][0], d["values"][0]) for key, d in saved.items()}
 
 
 def test_a_warm_basis_is_one_orthonormal_step_of_subspace_iteration_from_the_last():
@@ -224,7 +224,7 @@ def test_ekfac_divides_by_the_second_moments_of_the_per_example_gradient(case, s
             if step == 0:
                 assert_solved(ref.gradient_blocks(module), oracle_direction(factors, grad, 1e-3))
         saved = kfac.state_dict()["layers"][name]
-    Q_A, Q_G = (saved["decompositions"][key]["vectors"] for key in ("A", "G"))
+    Q_A, Q_G = (saved["decompositions"][key]["matrix"] for key in ("A", "G"))
     moments = ref.ekfac_moments(ref.all_rows(module, recorded), Q_A, Q_G, len(x))
     assert_close(saved["moments"]["value"] / saved["moments"]["weight"], moments)
     expected = [ref.ekfac_precondition(*block, 1e-3) for block in zip(moments, Q_A, Q_G, grad, strict=True)]

@@ -113,7 +113,7 @@ def test_micro_batches_have_the_ekfac_moments_of_the_whole_batch(accumulate, spl
             accumulate_gradients(model, x, target, square_loss, split, accumulate, 1)
             kfac.step()
         saved = kfac.state_dict()["layers"]["0"]
-    Q_A, Q_G = (saved["decompositions"][key]["vectors"] for key in ("A", "G"))
+    Q_A, Q_G = (saved["decompositions"][key]["matrix"] for key in ("A", "G"))
     moments = ref.ekfac_moments(ref.all_rows(model[0], recorded), Q_A, Q_G, N)
     assert_close(saved["moments"]["value"] / saved["moments"]["weight"], moments)
 

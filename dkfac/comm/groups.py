@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dkfac.plan.plan import Ranks
 
@@ -13,6 +14,12 @@ from dkfac.plan.plan import Ranks
 def world_size(group: Any = None) -> int:
     """Return the number of ranks; 1 where torch.distributed is not in use."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def ddp_will_synchronise() -> bool:
+    """Whether a DDP's forward runs now whose backward will average gradients: not under ``no_sync``."""
+    ddp = DistributedDataParallel._active_ddp_module
+    return ddp is not None and bool(ddp.require_backward_grad_sync)
 
 
 class Groups:
