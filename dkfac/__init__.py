@@ -1,13 +1,15 @@
 """Distributed K-FAC for PyTorch: second-order training added to a training script with one line."""
 
+import importlib as _importlib
 import typing as _typing
 
 from dkfac.settings import Settings
 
 if _typing.TYPE_CHECKING:
+    from dkfac import distributed
     from dkfac.kfac import KFAC, detach
 
-__all__ = ["KFAC", "Settings", "__version__", "detach"]
+__all__ = ["KFAC", "Settings", "__version__", "detach", "distributed"]
 __version__ = "0.1.0"
 
 
@@ -17,4 +19,6 @@ def __getattr__(name: str) -> _typing.Any:
         from dkfac import kfac
 
         return getattr(kfac, name)
+    if name == "distributed":
+        return _importlib.import_module("dkfac.distributed")
     raise AttributeError(f"module 'dkfac' has no attribute {name!r}")

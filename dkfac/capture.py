@@ -9,7 +9,7 @@ hand-over is an opaque operation whose Python runs at run time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -141,6 +141,7 @@ class Probe:
         self.exact_loss = settings.exact_loss if settings.fisher == "exact" else None
         self.has_scaler = has_scaler
         self.watched = {layer.name for layer in tape.layers}
+        self.before_forward: Callable[[], None] | None = None
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
         _TAPES[self.handle] = tape
@@ -185,6 +186,7 @@ def inert_probe() -> Probe:
     probe = Probe.__new__(Probe)
     probe.measuring = False
     probe.tape = None
+    probe.before_forward = None
     return probe
 
 
@@ -200,6 +202,8 @@ class ModelHook:
             return
         if not torch.compiler.is_compiling() and probe.tape is not None:
             probe.tape.outside()
+            if probe.before_forward is not None:
+                probe.before_forward()
             if probe.tape.overlap is not None:
                 probe.tape.overlap.begin_forward()
         first = _first_tensor((args, kwargs))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dkfac import checkpoint, owned, report
 from dkfac.attach import check_arguments, check_layers, check_share, check_world, connect, resolve_settings
 from dkfac.capture import Probe
+from dkfac.comm import join
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.notices import Notices
 from dkfac.run import Runner
@@ -70,6 +71,9 @@ class KFAC:
         self.plan, exchange = connect(self.layers, self.settings, process_group)
         self._runner = Runner(self.layers, self.settings, self._tape, notices, self.plan, exchange)
         self._probe.watch({name for name, p in self._runner.placements.items() if self._runner.rank in p.statistics})
+        self._join_config = join.not_joined()
+        if exchange is not None:
+            self._probe.before_forward = self._before_forward
         self._closed = self._stepped = False
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
@@ -81,7 +85,7 @@ class KFAC:
         self._plan_next()
         report.warn_of_left(self.left)
         if self.settings.announce and self._runner.rank == 0:
-            print(report.announcement(self.layers, self.left, self.settings, optimizer), file=sys.stderr)
+            print(report.announcement(self.layers, self.left, self.settings, optimizer, self.plan), file=sys.stderr)
 
     # --- what a user calls ---------------------------------------------------------------------------------
 
@@ -197,6 +201,39 @@ class KFAC:
 
     def __repr__(self) -> str:
         return report.table(self.layers, self.left, self._runner.states)
+
+    # --- uneven inputs: ``Join([model, kfac])`` --------------------------------------------------------------
+
+    def join_hook(self, **_: Any) -> Any:
+        """Return what this rank does for K-FAC once it has run out of batches, a step for each of the others'."""
+        plan = self._runner.plan
+        if any(len(p.preconditioned_by) < plan.world_size for p in plan.placements):
+            raise ValueError(
+                f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "
+                f'have no gradient; uneven inputs need strategy="comm-opt" or "replicated"'
+            )
+        return join.hook(self._shadow)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.layers[0].weight.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return join.process_group(self._process_group)
+
+    def _shadow(self) -> None:
+        with torch.no_grad():
+            self._runner.shadow_step()
+        self._plan_next()
+
+    def _before_forward(self) -> None:
+        """In the model's forward, where there are several ranks."""
+        if not self._join_config.enable and join.ddp_joins():
+            raise RuntimeError(
+                "uneven inputs: K-FAC's ranks would wait for one that has run out of batches; use "
+                "torch.distributed.algorithms.Join([model, kfac]) instead of model.join()"
+            )
 
     # --- one step ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dkfac.layers.find import Left
 from dkfac.layers.layer import Layer
+from dkfac.plan.plan import Plan
 from dkfac.settings import Settings
 from dkfac.state import LayerState
 
@@ -28,11 +29,15 @@ COUNTERS = (
 )
 
 
-def announcement(layers: list[Layer], left: list[Left], settings: Settings, optimizer: Any) -> str:
+def announcement(layers: list[Layer], left: list[Left], settings: Settings, optimizer: Any, plan: Plan) -> str:
     """Return the one line that tells what was attached."""
     ours = sum(layer.spec.grad_elements for layer in layers)
     share = ours / max(1, ours + sum(item.num_parameters for item in left))
-    extra = sum(state_bytes(layer, settings) for layer in layers)
+    extra = _size(sum(state_bytes(layer, settings) for layer in layers))
+    where = ""
+    if plan.world_size > 1:
+        extra = f"{_size(max(sum(plan.memory_bytes(rank).values()) for rank in range(plan.world_size)))} per rank"
+        where = f", strategy {plan.strategy} on {plan.world_size} ranks"
     damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
     warmup = settings.warmup_refresh
     early = "" if warmup is None or warmup[0] >= settings.inverse_interval else f", denser before step {warmup[1]}"
@@ -41,8 +46,8 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
         f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
         f"({settings.curvature}, {settings.solver}, damping {damping} {settings.damping_mode}, factors every "
         f"{settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}, "
-        f"rescale {settings.rescale}); "
-        f"about {_size(extra)} extra memory; keep your lr and schedule"
+        f"rescale {settings.rescale}{where}); "
+        f"about {extra} extra memory; keep your lr and schedule"
     )
 
 

@@ -148,6 +148,18 @@ class Runner:
         self.count("skipped_batches", ~good_batch)
         self.step += 1
 
+    def shadow_step(self) -> None:
+        """Take part in a step without a batch of one's own: no statistics, but the decompositions that are due."""
+        device = self.layers[0].weight.device
+        self._raise_what_failed(wait=True)
+        self._compare_resumed()
+        good = torch.ones((), dtype=torch.bool, device=device)
+        if self.measuring:
+            good = self._average(self.tape.take(), good, device)
+        self._decompose()
+        self.count("skipped_batches", ~good)
+        self.step += 1
+
     def count(self, name: str, happened: Tensor) -> None:
         count = happened.to(torch.float32)
         self.device[name] = count + self.device[name].to(count.device) if name in self.device else count

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import threading
 
 import reference as ref
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dkfac import KFAC
+from dkfac.layers.find import find_layers
+from dkfac.plan.make import Choices, make_plan
+from dkfac.settings import Settings
 
 EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 2, "inverse_interval": 4, "damping": 1e-3}
 SGD = {"lr": 0.05, "momentum": 0.9}
@@ -35,6 +39,11 @@ def tiny():
     return nn.Sequential(nn.Linear(60, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
+def small():
+    """Three layers, the first as wide."""
+    return nn.Sequential(nn.Linear(60, 4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
+
+
 def vision():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, stride=2, padding=1),
@@ -53,7 +62,13 @@ def language():
     return nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.RMSNorm(4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-NETS = {"deep": (deep, (5,)), "tiny": (tiny, (60,)), "vision": (vision, (1, 6, 6)), "language": (language, (4,))}
+NETS = {
+    "deep": (deep, (5,)),
+    "tiny": (tiny, (60,)),
+    "small": (small, (60,)),
+    "vision": (vision, (1, 6, 6)),
+    "language": (language, (4,)),
+}
 
 
 def build(net="deep", dtype=torch.float64):
@@ -73,6 +88,16 @@ def batch(step, net="deep", dtype=torch.float64, size=BATCH):
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     noise = torch.randn(size, 3, generator=generator, dtype=torch.float64)
     return x.to(dtype), (x.flatten(1)[:, :3] + 0.5 * noise).argmax(1)
+
+
+def distinct(strategies, world_size, net):
+    """Groups of strategies that have the same plan for a network of these sizes, so that one run tells for all."""
+    layers = [layer.spec for layer in find_layers(build(net), Settings(), None)[0]]
+    groups = {}
+    for strategy in strategies:
+        plan = json.loads(make_plan(layers, world_size, Choices(strategy=strategy)).to_json())
+        groups.setdefault(json.dumps(plan | {"strategy": ""}), []).append(strategy)
+    return list(groups.values())
 
 
 def part(tensor, rank, world_size):

@@ -175,7 +175,7 @@ def test_ekfac_moments_are_the_gauss_newton_diagonal_in_the_basis():
             mse_to_noise(model(x)).backward()
             kfac.step()
         saved = kfac.state_dict()["layers"]["0"]
-    Q = torch.kron(*(saved["decompositions"][key]["vectors"][0] for key in ("A", "G")))
+    Q = torch.kron(*(saved["decompositions"][key]["matrix"][0] for key in ("A", "G")))
     moments = (saved["moments"]["value"] / saved["moments"]["weight"])[0]
     assert_close(moments.T.flatten(), (Q.T @ block @ Q).diagonal())
 

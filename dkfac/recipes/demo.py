@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
+import dkfac
 from dkfac.recipes import digits
 
 TARGET = 0.97
@@ -27,6 +31,7 @@ Curves = dict[str, list[list[digits.Point]]]
 class Options:
     epochs: int
     seeds: int
+    processes: int
     out: Path
 
 
@@ -39,12 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"the demo needs {error.name}, which is not installed: pip install 'dkfac[demo]'", file=sys.stderr)
         return 1
+    if options.processes > 1 and "RANK" not in os.environ:
+        return start(options.processes, sys.argv[1:] if argv is None else list(argv))
     # A network this small gains nothing from a second thread, and on a busy machine threads that wait for each
     # other make it ten times slower.
     torch.set_num_threads(1)
+    place = dkfac.distributed.init()
     data, recipe = digits.load(), digits.Recipe(epochs=options.epochs)
-    print(introduction(data, recipe, options.seeds))
-    curves = compare(data, recipe, options.seeds)
+    if place.rank == 0:
+        print(introduction(data, recipe, options.seeds, place.world_size))
+    curves = compare(data, recipe, options.seeds, place)
+    dkfac.distributed.end()
+    if place.rank > 0:
+        return 0
     print(f"\n{table(curves)}\n\n{verdict(curves, 'epochs')}\n{verdict(curves, 'seconds')}\n{final(curves)}")
     path = options.out / "digits.png"
     plot(curves, path)
@@ -52,11 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def start(num_processes: int, flags: list[str]) -> int:
+    """Run the demo on so many processes, as torchrun would; returns the exit code."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    command = [sys.executable, *torchrun, "-m", "dkfac.recipes.demo", *flags]
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            return child.wait()  # torchrun has been interrupted too, and ends the ranks
+
+
 def parse(argv: Sequence[str] | None) -> Options:
     """Return the flags, checked; a bad one ends the program with code 2 before anything starts."""
     parser = argparse.ArgumentParser(prog="dkfac.recipes.demo", description=__doc__)
     parser.add_argument("--epochs", type=_integer("epochs", 1, 200), help="length of each run (default 10)")
     parser.add_argument("--seeds", type=_integer("seeds", 1, 20), help="starts to compare from (default 5)")
+    parser.add_argument("--processes", type=_integer("processes", 1, 16), default=2,
+                        help="how many share each batch (default %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the plot (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 epochs and 1 seed, where not given: only to see it run")
     flags = parser.parse_args(argv)
@@ -65,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     except OSError as error:
         parser.error(f"argument --out: out={str(flags.out)!r} is not a folder that can be made: {error.strerror}")
     epochs, seeds = (2, 1) if flags.quick else (10, 5)
-    return Options(flags.epochs or epochs, flags.seeds or seeds, flags.out)
+    return Options(flags.epochs or epochs, flags.seeds or seeds, flags.processes, flags.out)
 
 
 def _integer(name: str, low: int, high: int) -> Any:
@@ -77,24 +102,25 @@ def _integer(name: str, low: int, high: int) -> Any:
     return convert
 
 
-def introduction(data: digits.Digits, recipe: digits.Recipe, seeds: int) -> str:
+def introduction(data: digits.Digits, recipe: digits.Recipe, seeds: int, processes: int) -> str:
+    how = "one process" if processes == 1 else f"{processes} processes, which share each batch through DDP"
     return (
         f"Handwritten digits: {len(data.train_labels):,} training and {len(data.held_out_labels)} test images of 8x8 "
         f"pixels.\n"
         f"SGD and K-FAC with default settings from the same {seeds} starts, with the same batches and schedule: "
-        f"{recipe.epochs} epochs, batch {recipe.batch_size}, lr {recipe.lr:g} (SGD's best of a sweep)."
+        f"{recipe.epochs} epochs, batch {recipe.batch_size}, lr {recipe.lr:g} (SGD's best of a sweep), on {how}."
     )
 
 
 # --- training ------------------------------------------------------------------------------------------------
 
 
-def compare(data: digits.Digits, recipe: digits.Recipe, seeds: int) -> Curves:
+def compare(data: digits.Digits, recipe: digits.Recipe, seeds: int, place: dkfac.distributed.Place) -> Curves:
     """Train with both from each start, one after the other, taking turns in who goes first."""
     # The first steps of a process load kernels, which is nobody's training time. K-FAC introduces itself here.
-    digits.train(data, replace(recipe, epochs=1), {})
+    digits.train(data, replace(recipe, epochs=1), {}, place=place)
     curves: Curves = {name: [] for name in NAMES}
-    progress = Progress(sys.stderr, num_parts=2 * seeds)
+    progress = Progress(sys.stderr if place.rank == 0 else io.StringIO(), num_parts=2 * seeds)
     for seed in range(seeds):
         for name in NAMES if seed % 2 == 0 else reversed(NAMES):
             label = f"seed {seed} {name}"
@@ -104,7 +130,7 @@ def compare(data: digits.Digits, recipe: digits.Recipe, seeds: int) -> Curves:
                 progress.show(label, point.epochs / recipe.epochs, note)
 
             options = {"announce": False} if name == "K-FAC" else None
-            curves[name].append(digits.train(data, replace(recipe, seed=seed), options, show))
+            curves[name].append(digits.train(data, replace(recipe, seed=seed), options, show, place=place))
             progress.next_part()
     return curves
 

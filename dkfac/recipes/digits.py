@@ -122,12 +122,15 @@ def train(
     kfac: Mapping[str, Any] | None,
     on_point: Callable[[Point], None] = lambda point: None,
     clock: Callable[[], float] = time.perf_counter,
+    place: dkfac.distributed.Place | None = None,
 ) -> list[Point]:
     """Train from the recipe's start and return the curve, a point each quarter of an epoch and at the end.
 
-    ``kfac``: K-FAC's options, None for plain SGD.
+    ``kfac``: K-FAC's options, None for plain SGD. ``place``: among ranks that share each batch, through DDP.
     """
     model = build_model(recipe.seed, batch_norm=recipe.batch_norm)
+    several = place is not None and place.world_size > 1
+    network = nn.parallel.DistributedDataParallel(model) if several else model
     optimizer = torch.optim.SGD(
         model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay, nesterov=True
     )
@@ -138,11 +141,13 @@ def train(
     curve: list[Point] = []
     losses: list[Tensor] = []
     seconds, start = 0.0, clock()
-    second_order = None if kfac is None else dkfac.KFAC(model, optimizer, **kfac)
+    second_order = None if kfac is None else dkfac.KFAC(network, optimizer, **kfac)
     try:
         for step, (images, labels) in enumerate(batches(digits, recipe), 1):
+            if place is not None:
+                images, labels = images[place.rank :: place.world_size], labels[place.rank :: place.world_size]
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = nn.functional.cross_entropy(network(images), labels)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
