@@ -92,7 +92,7 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> tupl
         return make_plan(specs, 1, choices), None
     device = layers[0].weight.device
     own = groups.Groups(process_group)
-    schedules = {name: settings.at(name, 0) for name in ("damping", "factor_decay", "kl_clip")}
+    schedules = {name: settings.at(name, 0) for name in ("damping", "norm_damping", "factor_decay", "kl_clip")}
     said = {name: value for name, value in settings.describe().items() if name != "announce"}
     description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs]}
     agree.check_same(own, description, device)

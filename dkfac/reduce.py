@@ -67,7 +67,7 @@ class Reduced:
         scales: Named = {}
         if runner.plan.wire_dtype == "float16":  # little range: first agree on what to divide by
             told = exchange.sum("header", header)
-            names = _factor_names(runner)
+            names = _scaled_names(runner)
             scales = {name: _power_of_two(told[i - len(names)]) for i, name in enumerate(names)}
             launched = exchange.launch_rest(sums, scales)
         else:
@@ -113,16 +113,17 @@ def _header(
     values += [0.0 if s is None else float(s.calls) for s in found]
     values += [0.0 if s is None else float(s.called_again) for s in found]
     if runner.plan.wire_dtype == "float16":
-        values += [_trace(sums[name]) if name in sums else 0.0 for name in _factor_names(runner)]
+        values += [_trace(name[1], sums[name]) if name in sums else 0.0 for name in _scaled_names(runner)]
     return values
 
 
-def _factor_names(runner: Runner) -> list[tuple[str, str]]:
-    return [(layer.name, factor.key) for layer in runner.layers for factor in layer.spec.factors]
+def _scaled_names(runner: Runner) -> list[tuple[str, str]]:
+    names = [(layer.name, factor.key) for layer in runner.layers for factor in layer.spec.factors]
+    return names + ([(layer.name, "moments") for layer in runner.layers] if runner.plan.moments else [])
 
 
-def _trace(total: Tensor) -> Tensor:
-    return mean_eigenvalue(total).sum() * total.shape[-1]
+def _trace(key: str, total: Tensor) -> Tensor:
+    return total.sum() if key == "moments" else mean_eigenvalue(total).sum() * total.shape[-1]
 
 
 def _power_of_two(total: Tensor) -> Tensor:

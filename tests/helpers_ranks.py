@@ -62,8 +62,8 @@ def on_processes(world_size, function, *args, timeout=TIMEOUT_SECONDS, debug="OF
     """Return ``[function(rank, *args) for each rank]``, each in a process of its own on gloo.
 
     ``function`` lives at the top level of a test module. With ``check`` a rank that fails fails the test; without, its
-    place holds ``(exit code, stderr)``. ``debug="DETAIL"`` finds collectives that do not match, but torch 2.13 may crash
-    under it when a process makes a DDP.
+    place holds ``(exit code, stderr)``. ``debug="DETAIL"`` finds collectives that do not match, but torch 2.13 may
+    crash under it when a process makes a DDP.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

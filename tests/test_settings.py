@@ -34,6 +34,10 @@ CHOICES = {
     "loss_terms": ("integer >= 1", ["tokens", 0, -3, 1.5, True, None]),
     "accumulate": ("'terms'", ["average", 2, False]),
     "norm_form": ("'diagonal'", ["2x2", None, True]),
+    "strategy": ("'hybrid-opt'", ["comm_opt", "COMM-OPT", "", None, 1, True]),
+    "wire_dtype": ("'bfloat16'", ["bf16", "float8", "int8", 16, True]),
+    "share": ("'weights'", ["updates", None, True]),
+    "fusion": ("'optimal'", ["greedy", 0, True]),
 }
 NUMBERS = {
     "damping": (AT_LEAST_0, [-1e-9, -1, math.nan, math.inf, -math.inf, "1e-3", None, True, [1e-3], 1j]),
@@ -45,6 +49,7 @@ NUMBERS = {
     "batch_dim": (">= 0", [-1, 0.0, "0", None, True]),
     "max_dim": (">= 1", [0, -5, 8192.0, None, "big", True]),
     "max_failures": (">= 1", [0, -1, 1.5, None, True]),
+    "worker_fraction": ("> 0 and <= 1", [0, 0.0, -0.5, 1.5, math.nan, math.inf, "0.5", True]),
 }
 OTHERS = {
     "warmup_refresh": (
@@ -53,6 +58,8 @@ OTHERS = {
     ),
     "skip": ("list of layer names", ["head", [1], [None], 5, None, True]),
     "announce": ("True or False", [1, 0, "yes", None]),
+    "replicate_factors": ("True or False", [1, 0, "yes", None]),
+    "overlap": ("True or False", [1, "no", None]),
 }
 BAD = [
     (field, value, allowed) for field, (allowed, values) in {**CHOICES, **NUMBERS, **OTHERS}.items() for value in values
@@ -63,6 +70,10 @@ TOGETHER = [
     ({"factor_interval": 200}, ["inverse_interval", "100", "multiple", "200"]),
     ({"fisher": "exact"}, ["exact_loss", "cross-entropy", "mse"]),
     ({"curvature": "ekfac", "solver": "cholesky"}, ["ekfac", "cholesky", "warm-eigen"]),
+    ({"worker_fraction": 0.5}, ["worker_fraction", "0.5", "hybrid-opt", "'auto'"]),
+    ({"worker_fraction": 0.5, "strategy": "comm-opt"}, ["worker_fraction", "0.5", "hybrid-opt", "'comm-opt'"]),
+    ({"worker_fraction": 0.5, "strategy": "hybrid-opt"}, ["worker_fraction", "0.5", "1 ranks", "[1]"]),
+    ({"overlap": True, "wire_dtype": "float16"}, ["overlap", "float16", "bfloat16"]),
 ]
 
 

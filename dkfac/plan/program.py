@@ -124,7 +124,7 @@ def expand(plan: Plan) -> Program:
     everyone = tuple(range(plan.world_size))
     num_factors = sum(len(layer.factors) for layer in plan.layers)
     blocks = sum(factor.num_blocks for layer in plan.layers for factor in layer.factors)
-    traces = num_factors if plan.wire_dtype == "float16" else 0
+    traces = num_factors + len(plan.layers) * plan.moments if plan.wire_dtype == "float16" else 0
     transfers = [_small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + traces)]
     transfers += _reductions(plan, everyone)
     transfers.append(_small("means", everyone, num_factors + blocks))

@@ -93,7 +93,7 @@ def hybrid_opt(problem: Problem) -> list[Placement]:
         return grid(problem, max(d for d in divisors if d <= max(1, world / 2)))
     workers = problem.worker_fraction * world
     for d in divisors:
-        if abs(workers - d) < 1e-6 * world:
+        if abs(workers - d) <= 1e-3 * d:  # 0.3333 of 3 ranks is one
             return grid(problem, d)
     allowed = ", ".join(f"{d / world:.4g}" for d in divisors)
     raise ValueError(
