@@ -67,7 +67,7 @@ class Exchange:
                 total = sums.get((part.layer, part.key))
                 if total is not None:
                     scale = scales.get((part.layer, part.key))
-                    place.copy_(self._pack(part, total if scale is None else total / scale))
+                    self._pack(part, total if scale is None else total / scale, place)
             if transfer.how == "all-reduce":
                 pending = collectives.all_reduce(flat, self.groups.everyone)
             else:
@@ -121,9 +121,12 @@ class Exchange:
                 result[part.layer, part.key] = value if scale is None else value * scale
         return result
 
-    def _pack(self, part: Part, total: Tensor) -> Tensor:
+    def _pack(self, part: Part, total: Tensor, place: Tensor) -> None:
         factor = self._factors.get((part.layer, part.key))
-        return (pack_triangle(total) if factor is not None and factor.form == "dense" else total).reshape(-1)
+        if factor is not None and factor.form == "dense":
+            pack_triangle(total, place.view(factor.num_blocks, -1))
+        else:
+            place.copy_(total.reshape(-1))
 
     def _unpack(self, part: Part, flat: Tensor) -> Tensor:
         factor = self._factors.get((part.layer, part.key))

@@ -306,8 +306,8 @@ class Runner:
                 update = updates.get(layer.name)
                 if update is None:
                     continue
-                update = torch.where(sane[i].to(update.device), update, raw[layer.name])
-                for parameter, part in split_grad(layer, update * scales[i].to(update)):
+                update = torch.where(sane[i].to(update.device), update, raw[layer.name]).mul_(scales[i].to(update))
+                for parameter, part in split_grad(layer, update):
                     assert parameter.grad is not None
                     parameter.grad.copy_(part)
         if self.exchange is not None and self.plan.share == "weights":

@@ -24,7 +24,7 @@ class Average:
 
     def update(self, batch: Tensor, decay: float, good: Tensor) -> None:
         """Absorb a batch unless ``good`` (on the device) is False."""
-        self.value = torch.where(good, self.value * decay + batch, self.value)
+        self.value = torch.where(good, torch.add(batch, self.value, alpha=decay), self.value)
         self.weight = torch.where(good, self.weight * decay + 1, self.weight)
 
     def mean(self) -> Tensor:

@@ -38,14 +38,16 @@ def input_sum(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings)
     return ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept), count
 
 
-def gradient_sum(layer: Layer, factor: FactorSpec, rows: Rows, settings: Settings) -> Tensor:
-    """Return the sum that G, or a norm layer's F, is made of."""
+def gradient_sum(layer: Layer, factor: FactorSpec, rows: Rows, weight: Tensor | float, settings: Settings) -> Tensor:
+    """Return the sum that G, or a norm layer's F, is made of, times a weight."""
     g = rows.g
     if factor.form == "diagonal":
-        return ops.square_sum(g, layer.dtype)
+        return ops.square_sum(g, layer.dtype) * weight
     if factor.key == "G" and settings.weight_sharing == "reduce":
         g = regroup(g, rows.examples, layer.name).to(layer.dtype).sum(1, keepdim=True)
-    return ops.gram(g, ones=False, dtype=layer.dtype)
+    if isinstance(weight, Tensor):
+        return ops.gram(g, ones=False, dtype=layer.dtype) * weight
+    return ops.gram(g, ones=False, dtype=layer.dtype, scale=weight)
 
 
 def moment_sum(layer: Layer, a: Tensor, rows: Rows, basis: dict[str, Eigen]) -> Tensor:

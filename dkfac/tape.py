@@ -265,7 +265,7 @@ class Tape:
                     sums.rows = sums.rows + count
                     _accumulate(sums.factors, "A", value)
             else:
-                _accumulate(sums.factors, factor.key, gradient_sum(layer, factor, rows, self.settings) * weight)
+                _accumulate(sums.factors, factor.key, gradient_sum(layer, factor, rows, weight, self.settings))
         basis = self.bases.get(layer.name)
         if basis is not None and sums.called_again:
             # An example's gradient is the sum over the calls, which are seen one at a time.

@@ -50,7 +50,7 @@ def snapshot(kfac: KFAC) -> dict[str, torch.Tensor]:
         for key, average in state["running"].items():
             found |= {f"{layer}.{key}.{part}": tensor for part, tensor in average.items()}
         for key, tensors in state["decompositions"].items():
-            found |= {f"{layer}.{key}.{part}": tensor for part, tensor in tensors.items()}
+            found |= {f"{layer}.{key}.{part}": tensor for part, tensor in tensors.items() if part != "form"}
         found |= {f"{layer}.moments.{part}": tensor for part, tensor in state.get("moments", {}).items()}
     return found
 

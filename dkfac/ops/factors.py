@@ -14,8 +14,10 @@ EXAMPLE_ELEMENTS = 2**25
 """Per-example gradients are formed for so many examples at a time that they have at most this many elements."""
 
 
-def gram(rows_NSBD: Tensor, *, ones: bool, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
-    """Return ``sum over rows of r r^T`` as ``[B, D, D]``, with a feature that is always 1 appended if ``ones``.
+def gram(
+    rows_NSBD: Tensor, *, ones: bool, dtype: torch.dtype, weight: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """Return ``scale * sum over rows of r r^T`` as ``[B, D, D]``, with a feature that is always 1 appended if ``ones``.
 
     ``weight`` in {0, 1}, shaped ``[N, S]``, leaves rows out, their 1 included. The 1 is never materialised:
     its row is the sum of the others.
@@ -24,20 +26,23 @@ def gram(rows_NSBD: Tensor, *, ones: bool, dtype: torch.dtype, weight: Tensor | 
     if weight is not None:
         rows_NSBD = rows_NSBD * weight[:, :, None, None].to(rows_NSBD.dtype)
     rows = rows_NSBD.permute(2, 0, 1, 3).reshape(blocks, -1, features)
+    size = features + 1 if ones else features
+    full = torch.empty(blocks, size, size, dtype=dtype, device=rows.device)
+    inner = full[:, :features, :features]
     if rows.is_cuda and rows.dtype.itemsize == 2 and dtype == torch.float32 and _HAS_OUT_DTYPE:
         # Products of half-precision numbers are exact in float32, in which tensor cores add them up.
-        products = torch.bmm(rows.mT, rows, out_dtype=dtype)
+        torch.mul(torch.bmm(rows.mT, rows, out_dtype=dtype), scale, out=inner)
+    elif blocks == 1:
+        rows = rows.to(dtype)
+        inner[0].addmm_(rows[0].mT, rows[0], beta=0, alpha=scale)
     else:
         rows = rows.to(dtype)
-        products = torch.bmm(rows.mT, rows) if blocks > 1 else (rows[0].mT @ rows[0]).unsqueeze(0)
-    if not ones:
-        return products
-    full = products.new_empty(blocks, features + 1, features + 1)
-    total = rows.sum(1, dtype=dtype)
-    full[:, :-1, :-1] = products
-    full[:, :-1, -1] = total
-    full[:, -1, :-1] = total
-    full[:, -1, -1] = rows.shape[1] if weight is None else weight.sum()
+        inner.baddbmm_(rows.mT, rows, beta=0, alpha=scale)
+    if ones:
+        total = rows.sum(1, dtype=dtype) * scale
+        full[:, :-1, -1] = total
+        full[:, -1, :-1] = total
+        full[:, -1, -1] = scale * (rows.shape[1] if weight is None else weight.sum())
     return full
 
 

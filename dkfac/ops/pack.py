@@ -11,35 +11,53 @@ import torch
 from torch import Tensor
 
 
-def pack_triangle(matrices: Tensor) -> Tensor:
-    """Return ``[B, D (D + 1) / 2]`` from symmetric ``[B, D, D]``."""
-    dim = matrices.shape[-1]
-    m = (dim + 1) // 2
-    upper, lower = matrices[:, :m, :m].triu(), matrices[:, m:, m:].tril()
+def pack_triangle(matrices: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``[B, D (D + 1) / 2]`` from symmetric ``[B, D, D]``; ``out`` may have another dtype."""
+    blocks, dim = matrices.shape[:2]
+    m, columns = _rectangle(dim)
+    if out is None:
+        out = matrices.new_empty(blocks, dim * (dim + 1) // 2)
+    upper = torch.ones(m, columns, dtype=torch.bool, device=matrices.device).triu(columns - m)
+    rectangle, across = _split(out, dim)
     if dim % 2 == 0:
-        rectangle = torch.nn.functional.pad(upper, (1, 0))
-        rectangle[:, :, :-1] += lower
+        rectangle[:, :, 1:] = matrices[:, :m, :m]
+        rectangle[:, :, :-1] = torch.where(upper[:, :-1], rectangle[:, :, :-1], matrices[:, m:, m:].to(out.dtype))
     else:
-        rectangle = upper
-        rectangle[:, 1:, :-1] += lower
-    return torch.cat([rectangle.flatten(1), matrices[:, :m, m:].flatten(1)], dim=1)
+        rectangle.copy_(matrices[:, :m, :m])
+        rectangle[:, 1:, :-1] = torch.where(upper[1:, :-1], rectangle[:, 1:, :-1], matrices[:, m:, m:].to(out.dtype))
+    across.copy_(matrices[:, :m, m:])
+    return out
+
+
+def _rectangle(dim: int) -> tuple[int, int]:
+    """Return the rows and columns of the rectangle that holds both triangles."""
+    m = (dim + 1) // 2
+    return m, m + 1 if dim % 2 == 0 else m
+
+
+def _split(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    m, columns = _rectangle(dim)
+    blocks = packed.shape[0]
+    return packed[:, : m * columns].view(blocks, m, columns), packed[:, m * columns :].view(blocks, m, dim - m)
 
 
 def unpack_triangle(packed: Tensor, dim: int) -> Tensor:
     """Return the symmetric ``[B, D, D]`` that was packed."""
     blocks = packed.shape[0]
-    m = (dim + 1) // 2
-    n = dim - m
-    columns = m + 1 if dim % 2 == 0 else m
-    rectangle = packed[:, : m * columns].reshape(blocks, m, columns)
-    across = packed[:, m * columns :].reshape(blocks, m, n)
-    if dim % 2 == 0:
-        upper, lower = rectangle[:, :, 1:].triu(), rectangle[:, :, :-1].tril()
-    else:
-        upper, lower = rectangle.triu(), rectangle[:, 1:, :-1].tril()
+    m = _rectangle(dim)[0]
+    rectangle, across = _split(packed, dim)
     result = packed.new_empty(blocks, dim, dim)
-    result[:, :m, :m] = upper + upper.triu(1).mT
-    result[:, m:, m:] = lower + lower.tril(-1).mT
+    if dim % 2 == 0:
+        _mirror(rectangle[:, :, 1:].triu(), result[:, :m, :m])
+        _mirror(rectangle[:, :, :-1].tril(), result[:, m:, m:])
+    else:
+        _mirror(rectangle.triu(), result[:, :m, :m])
+        _mirror(rectangle[:, 1:, :-1].tril(), result[:, m:, m:])
     result[:, :m, m:] = across
     result[:, m:, :m] = across.mT
     return result
+
+
+def _mirror(triangle: Tensor, out: Tensor) -> None:
+    torch.add(triangle, triangle.mT, out=out)
+    out.diagonal(dim1=-2, dim2=-1).copy_(triangle.diagonal(dim1=-2, dim2=-1))
