@@ -35,7 +35,8 @@ def input_sum(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings)
         return diagonal(a, kept, factor.dim, layer.dtype), count
     if reduce:
         a, kept = ops.mean_over_positions(a, kept, layer.dtype), None
-    return ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept), count
+    total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept)
+    return ops.in_weight_order(total, rows.taps), count
 
 
 def gradient_sum(layer: Layer, factor: FactorSpec, rows: Rows, weight: Tensor | float, settings: Settings) -> Tensor:
@@ -58,6 +59,11 @@ def moment_sum(layer: Layer, a: Tensor, rows: Rows, basis: dict[str, Eigen]) -> 
     a = regroup(a, rows.examples, layer.name).to(layer.dtype)
     g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
     q_a, q_g = q_a.to(a), q_g.to(g)  # the model may have been converted since
+    if rows.taps > 1:
+        channels = a.shape[-1] // rows.taps
+        order = torch.arange(a.shape[-1], device=a.device).view(channels, rows.taps).mT.reshape(-1)
+        last = torch.arange(a.shape[-1], q_a.shape[1], device=a.device)
+        q_a = q_a[:, torch.cat([order, last])]
     if layer.has_bias:
         a = torch.einsum("nsbi,bij->nsbj", a, q_a[:, :-1]) + q_a[:, -1]
     else:

@@ -46,6 +46,24 @@ def gram(
     return full
 
 
+def in_weight_order(factor: Tensor, taps: int) -> Tensor:
+    """Return ``[B, D, D]``, ordered by tap and channel, as ordered by channel and tap; a feature that is 1 stays last."""
+    if taps == 1:
+        return factor
+    blocks, size = factor.shape[:2]
+    features = size - size % taps
+    channels = features // taps
+    result = torch.empty_like(factor)
+    inner = factor[:, :features, :features].reshape(blocks, taps, channels, taps, channels)
+    result[:, :features, :features] = inner.permute(0, 2, 1, 4, 3).reshape(blocks, features, features)
+    if features < size:
+        row = factor[:, -1, :features].reshape(blocks, taps, channels).mT.reshape(blocks, features)
+        result[:, :-1, -1] = row
+        result[:, -1, :-1] = row
+        result[:, -1, -1] = factor[:, -1, -1]
+    return result
+
+
 def mean_over_positions(rows_NSBD: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``[N, 1, B, D]``: each example's mean over its (kept) positions."""
     rows_NSBD = rows_NSBD.to(dtype)
