@@ -1,81 +1,205 @@
-"""R02, R03: the same global batch gives the same weights, whatever the world size and the strategy."""
+"""R02, R10: the same global batch gives the same weights, whatever the world size and the strategy."""
 
-import threading
+import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers_ranks import average_gradients, on_processes, on_threads
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from helpers_parity import BATCH, cut, distinct, oracle, train, train_unevenly
+from helpers_ranks import on_threads
 
-from dkfac import KFAC
 from dkfac.plan.strategies import FULL_STATISTICS
 
-EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 2, "inverse_interval": 4, "damping": 1e-3}
-BATCH = 64
+STRATEGIES = (*FULL_STATISTICS, "auto")
+WORLD_SIZES = (1, 2, 3, 4, 8, 16, 64)
+RARELY = {"factor_interval": 5, "inverse_interval": 10}
+"""For many ranks: what a step costs is Python, most of it in measuring and decomposing."""
+OWNED, GRID = "sharded", "hybrid-opt"
+"""Between them: factors to one owner, bases inside a group, gradients from an owner to all and to a part."""
 
 
-LOCK = threading.Lock()
-"""Ranks that are threads share torch's random numbers."""
-
-
-def build(dtype=torch.float64):
-    with LOCK:
-        torch.manual_seed(0)
-        return make(dtype)
-
-
-def make(dtype):
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(4, 6, 3, groups=2),
-        nn.LayerNorm(2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(24, 7),
-        nn.Tanh(),
-        nn.Linear(7, 3, bias=False),
-    ).to(dtype)
-
-
-def batch(step, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(BATCH, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
-    return x, torch.randint(0, 3, (BATCH,), generator=generator)
-
-
-def train(model, world_size=1, rank=0, steps=20, average=None, dtype=torch.float64, wrap=None, **options):
-    """Return the weights after the steps on this rank's part of each global batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    wrapped = model if wrap is None else wrap(model)
-    KFAC(wrapped, optimizer, **(EXACT | options))
-    share = BATCH // world_size
-    for step in range(steps):
-        x, y = batch(step, dtype)
-        x, y = (x, y) if world_size == 1 else (x[rank * share :][:share], y[rank * share :][:share])
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        if average:
-            average(model)
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+def assert_all_close(ranks, expected):
+    """Every rank has the expected weights to 1e-10, and all have the same bits."""
+    for rank, weights in enumerate(ranks):
+        for p, q, first in zip(weights, expected, ranks[0], strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=lambda m, r=rank: f"rank {r}: {m}")
+            assert torch.equal(p, first), f"rank {rank} is not bitwise rank 0"
 
 
 def on_a_thread(rank, world_size, options):
-    return train(build(), world_size, rank, average=average_gradients, **options)
+    return train(rank, world_size, **options)
 
 
-def uneven_batch(world_size):
-    """3 does not divide 64: the global batch is cut to a multiple."""
-    return BATCH - BATCH % world_size
+@functools.cache
+def one_process(options):
+    return train(**dict(options))
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
-@pytest.mark.parametrize("strategy", FULL_STATISTICS)
-def test_threads_train_like_one_process(strategy, world_size):
-    expected = train(build())
-    for weights in on_threads(world_size, on_a_thread, world_size, {"strategy": strategy}):
-        for p, q in zip(weights, expected, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+def assert_parity(world_size, **options):
+    where = ("strategy", "worker_fraction", "replicate_factors", "fusion")
+    expected = one_process(tuple((key, value) for key, value in options.items() if key not in where))
+    assert_all_close(on_threads(world_size, on_a_thread, world_size, options), expected)
+
+
+# --- every strategy at every world size ------------------------------------------------------------------------
+
+
+def covering():
+    for world_size in WORLD_SIZES:
+        net = "deep" if world_size < 4 else "tiny"
+        for group in distinct(STRATEGIES, world_size, net):
+            if world_size < 64 or GRID in group:  # 64 ranks of one plan take as long as all plans on 16
+                yield pytest.param(world_size, group[-1], net, id=f"{world_size}-{'='.join(group)}")
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "net"), list(covering()))
+def test_threads_train_like_one_process(world_size, strategy, net):
+    assert_parity(world_size, strategy=strategy, net=net, **({} if world_size < 4 else RARELY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+def test_threads_train_like_one_process_with_either_solver(solver, strategy, world_size):
+    assert_parity(world_size, strategy=strategy, solver=solver)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sixty_four_ranks_train_like_one_process(strategy):
+    assert_parity(64, strategy=strategy, net="tiny", **RARELY)
+
+
+# --- every other setting that ranks have a part in ---------------------------------------------------------------
+
+EXACT_FISHER = {"fisher": "exact", "exact_loss": "cross-entropy"}
+VARIANTS = {
+    "cholesky, norm, optimal fusion": {"solver": "cholesky", "rescale": "norm", "fusion": "optimal"},
+    "cholesky, relative": {"solver": "cholesky", "damping_mode": "relative", "damping": 0.1, "net": "tiny"},
+    "no rescale, spd fusion": {"rescale": "none", "damping": 0.1, "fusion": "spd"},
+    "kl-clip, replicated factors": {"rescale": "kl-clip", "kl_clip": 1e-4, "damping": 0.1, "replicate_factors": True},
+    "relative": {"damping_mode": "relative", "damping": 0.1},
+    "ekfac": {"curvature": "ekfac", "damping": 1e-2},
+    "warm-eigen": {"solver": "warm-eigen", "damping": 1e-2},
+    "warm-eigen, ekfac": {"solver": "warm-eigen", "curvature": "ekfac", "damping": 1e-2, "replicate_factors": True},
+    "exact": EXACT_FISHER,
+    "conv": {"net": "vision", "fusion": "optimal"},
+    "conv, reduce": {"net": "vision", "weight_sharing": "reduce"},
+    "conv, unit norms": {"net": "vision", "norm_form": "unit"},
+    "conv, full norms, cholesky": {"net": "vision", "norm_form": "full", "solver": "cholesky"},
+    "conv, diagonal norms, relative": {"net": "vision", "norm_form": "diagonal", "damping_mode": "relative"},
+    "tokens, unit norms": {"net": "language", "norm_form": "unit"},
+    "tokens, reduce": {"net": "language", "weight_sharing": "reduce", "replicate_factors": True},
+    "tokens, cholesky": {"net": "language", "solver": "cholesky"},
+    "tokens, exact": {"net": "language", **EXACT_FISHER},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_settings_train_like_one_process(variant):
+    strategy, world_size = [(GRID, 4), (OWNED, 2)][list(VARIANTS).index(variant) % 2]
+    assert_parity(world_size, strategy=strategy, **({"net": "small"} | VARIANTS[variant]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_settings_train_like_one_process_under_every_strategy(variant, strategy, world_size):
+    assert_parity(world_size, strategy=strategy, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(4, 1), (4, 4), (6, 2), (6, 3)])
+def test_the_number_of_workers_changes_nothing(world_size, workers):
+    assert_parity(world_size, strategy=GRID, worker_fraction=workers / world_size, net="tiny", **RARELY)
+
+
+# --- ranks that differ: oracles written out ----------------------------------------------------------------------
+
+
+def unevenly_on_a_thread(rank, steps, options):
+    return train_unevenly(rank, steps, **options)
+
+
+@functools.cache
+def written_out(sizes, layers, owners, options):
+    options = dict(options)
+    steps = [cut(step, sizes[step % len(sizes)], options.get("net", "deep")) for step in range(20)]
+    return oracle(steps, list(layers), owners=None if owners is None else dict(owners), **options)
+
+
+def assert_equals_the_oracle(sizes, *, strategy, **options):
+    """``sizes``: of the ranks' batches, one after another, again from the start when they are used up."""
+    net = options.get("net", "deep")
+    steps = [cut(step, sizes[step % len(sizes)], net) for step in range(20)]
+    found = on_threads(len(sizes[0]), unevenly_on_a_thread, steps, {"strategy": strategy, **options})
+    statistics, owners = found[0][1], None
+    if strategy == "local":
+        assert all(len(ranks) == 1 for ranks in statistics.values())
+        assert len(set(statistics.values())) > 1
+        owners = tuple((name, ranks[0]) for name, ranks in statistics.items())
+    plain = tuple((key, value) for key, value in options.items() if key != "loss_terms")
+    assert_all_close([weights for weights, _ in found], written_out(sizes, tuple(statistics), owners, plain))
+
+
+LOCAL = {
+    "eigen": {},
+    "cholesky": {"solver": "cholesky"},
+    "relative": {"damping_mode": "relative", "damping": 0.1},
+    "kl-clip": {"rescale": "kl-clip", "kl_clip": 1e-4, "damping": 0.1},
+    "ekfac": {"curvature": "ekfac", "damping": 0.05},
+    "conv": {"net": "vision", "norm_form": "unit"},
+    "tokens": {"net": "language", "loss_terms": "token"},
+}
+
+
+@pytest.mark.parametrize("variant", LOCAL)
+def test_local_uses_the_owners_statistics_and_everyones_gradient(variant):
+    assert_equals_the_oracle(((6, 6),), strategy="local", **LOCAL[variant])
+
+
+def test_local_owners_measure_alone_where_ranks_outnumber_layers():
+    assert_equals_the_oracle(((2,) * 7,), strategy="local")
+
+
+UNEVEN = ((4, 4, 4), (4, 4, 1), (5, 1, 0), (0, 0, 6), (1, 1, 1), (0, 0, 0), (0, 7, 2))
+"""Sizes of the ranks' batches; the empty ones have a gradient of zero, which counts in the mean."""
+MICRO = (((2, 3), (4,), (1, 1, 1)), ((1,), (5, 0), (2, 2)), ((3,), (0,), (1, 4, 2)))
+OPTIONS = {"deep": {}, "vision": {"norm_form": "unit"}, "language": {"loss_terms": "token"}}
+SOME = [("deep", "replicated"), ("deep", OWNED), ("deep", "local"), ("vision", "comm-opt"), ("language", OWNED)]
+ALL = [(net, strategy) for net in OPTIONS for strategy in (*STRATEGIES, "local")]
+
+
+def slow(cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("net", "strategy"), SOME + slow(set(ALL) - set(SOME)))
+def test_ranks_with_other_batch_sizes_pool_their_factors_and_average_their_gradients(net, strategy):
+    rhythm = {"factor_interval": 1, "inverse_interval": 2}
+    assert_equals_the_oracle(UNEVEN, strategy=strategy, net=net, **rhythm, **OPTIONS[net])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [(GRID, "mean"), (OWNED, "sum"), ("comm-opt", "terms"), ("local", "mean"), ("local", "terms")],
+)
+def test_ranks_with_other_micro_batches_pool_what_each_term_says(strategy, accumulate):
+    assert_equals_the_oracle(MICRO, strategy=strategy, accumulate=accumulate, rescale="none", damping=0.1)
+
+
+def test_summed_over_all_terms_uneven_ranks_equal_one_process_on_the_whole_batch():
+    """accumulate="terms": each rank's loss is P/T times the sum over its terms, so that the mean over ranks is 1/T."""
+    steps = [cut(step, (100, BATCH - 101, 1)) for step in range(20)]
+    options = {"strategy": "comm-opt", "accumulate": "terms"}
+    expected, _ = train_unevenly(0, [cut(step, (BATCH,)) for step in range(20)], average=lambda _model: None)
+    assert_all_close([w for w, _ in on_threads(3, unevenly_on_a_thread, steps, options)], expected)
+
+
+@pytest.mark.parametrize("strategy", ["comm-opt", OWNED, "local"])
+def test_a_first_step_without_any_examples_is_as_if_it_had_not_been(strategy):
+    steps = [cut(step, (4, 4, 2)) for step in range(5)]
+    options = {"strategy": strategy, "factor_interval": 1, "inverse_interval": 1}
+    plain = on_threads(3, unevenly_on_a_thread, steps, options)
+    later = on_threads(3, unevenly_on_a_thread, [cut(99, (0, 0, 0)), *steps], options)
+    assert_all_close([weights for weights, _ in later], plain[0][0])

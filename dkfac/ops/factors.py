@@ -47,7 +47,7 @@ def gram(
 
 
 def in_weight_order(factor: Tensor, taps: int) -> Tensor:
-    """Return ``[B, D, D]``, ordered by tap and channel, as ordered by channel and tap; a feature that is 1 stays last."""
+    """Return ``[B, D, D]``, ordered by tap and channel, ordered by channel and tap; a last feature of 1 stays last."""
     if taps == 1:
         return factor
     blocks, size = factor.shape[:2]
