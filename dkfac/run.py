@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac import health, reduce, shares, stages
+from dkfac import health, lengths, reduce, shares, stages
 from dkfac.checkpoint import Holding, Loaded
 from dkfac.exchange import Exchange
-from dkfac.layers.layer import Layer, read_grad, split_grad
+from dkfac.layers.layer import Layer, read_grad
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
-from dkfac.ops.rescale import kl_factor
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Plan
 from dkfac.refresh import RUNGS, Rung
@@ -39,7 +38,7 @@ class Runner:
         exchange: Exchange | None,
     ) -> None:
         self.layers, self.settings, self.plan = layers, settings, plan
-        self._by_name = {layer.name: layer for layer in layers}
+        self.by_name = {layer.name: layer for layer in layers}
         self.index = {layer.name: i for i, layer in enumerate(layers)}
         self.tape, self.exchange, self.notices = tape, exchange, notices
         self.rank = 0 if exchange is None else exchange.rank
@@ -63,7 +62,7 @@ class Runner:
 
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
-        layer, placement = self._by_name[name], self.placements[name]
+        layer, placement = self.by_name[name], self.placements[name]
         keys = [factor.key for factor in layer.spec.factors]
         uses = self.rank in placement.preconditioned_by or (
             self.plan.moments and shares.has_moments(layer.spec) and self.rank in placement.statistics
@@ -127,7 +126,8 @@ class Runner:
             self.states[layer.name].follow(layer.weight, layer.dtype)
         self._raise_what_failed(wait=True)
         self._compare_resumed()
-        good = stages.gradients_are_finite(gradients, getattr(optimizer, "found_inf", None), device)
+        norms = stages.gradient_norms(parameters, device)
+        good = stages.are_finite(norms, getattr(optimizer, "found_inf", None), device)
         good_batch = good
         if self.measuring:
             measured = self.tape.take()
@@ -141,7 +141,7 @@ class Runner:
         with timer.stage("decompose", device):
             self._decompose()
         with timer.stage("precondition", device):
-            self._precondition(optimizer, rates, device)
+            self._precondition(optimizer, rates, norms, device)
             bad = ~good
             for gradient in gradients:
                 gradient.masked_fill_(bad.to(gradient.device), 0)
@@ -178,15 +178,11 @@ class Runner:
             batch, good, absorb = reduced.batch, reduced.good, reduced.absorb
             self._last_reduced = reduced
         for name, factors in batch.items():
-            layer, state = self._by_name[name], self.states[name]
+            layer, state = self.by_name[name], self.states[name]
             stages.average(layer, state, factors, decay=decay, good=good & absorb.get(name, good))
         for name in self.tape.without_moments:
             self.states[name].moments = None
         return good
-
-    @property
-    def _is_double(self) -> bool:
-        return any(layer.dtype == torch.float64 for layer in self.layers)
 
     @property
     def by_terms(self) -> bool:
@@ -273,72 +269,42 @@ class Runner:
 
     # --- gradients -----------------------------------------------------------------------------------------
 
-    def _precondition(self, optimizer: Any, rates: dict[int, Any], device: torch.device) -> None:
-        """Replace the gradients of the layers by preconditioned ones of the right length."""
-        ready = [layer for layer in self.layers if stages.is_ready(layer, self.states[layer.name])]
-        pairs = [(layer, grad) for layer in ready if (grad := read_grad(layer)) is not None]
-        raw = {layer.name: grad for layer, grad in pairs}
-        updates = {
-            name: stages.direction(self._by_name[name], self.states[name], grad, self.settings, self.step)
-            for name, grad in raw.items()
-            if self.rank in self.placements[name].preconditioned_by
-        }
+    def _precondition(
+        self, optimizer: Any, rates: dict[int, Any], norms: dict[int, Tensor], device: torch.device
+    ) -> None:
+        """Replace the gradients of the layers by preconditioned ones of the right length.
+
+        ``norms``: of the gradients, by the parameters' ids.
+        """
+        layers = [
+            layer
+            for layer in self.layers
+            if layer.weight.grad is not None and stages.is_ready(layer, self.states[layer.name])
+        ]
+        updates: dict[str, Tensor] = {}
+        sane: dict[str, Tensor] = {}
+        for layer in layers:
+            if self.rank in self.placements[layer.name].preconditioned_by:
+                raw = read_grad(layer)
+                assert raw is not None
+                update = stages.direction(layer, self.states[layer.name], raw, self.settings, self.step)
+                sane[layer.name] = torch.isfinite(stages.norms([update], update.device)[0])
+                updates[layer.name] = torch.where(sane[layer.name], update, raw)
         if self.exchange is not None and self.plan.share == "gradients":
-            updates = shares.share_gradients(self.exchange, updates, raw)
+            wanted = {layer.name for layer in layers}
+            for name, update in shares.share_gradients(self.exchange, updates).items():
+                sane.pop(name, None)  # a bad one went out as the raw gradient: the same on all ranks
+                if name in wanted:
+                    updates[name] = update
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
-        after, sane, products = self._lengths(updates, rates, loss_scale, device)
-        if pairs:
-            layers = [layer for layer, _ in pairs]
-            index = [self.index[layer.name] for layer in layers]
-            before, after, sane = stages.norms(list(raw.values()), device), after[index], sane[index]
-            after = torch.where(sane, after.to(before.dtype), before)
-            if self.settings.rescale == "kl-clip":
-                factor = kl_factor(products, self.settings.at("kl_clip", self.step))
-                self.device["clip_factor"] = factor
-                self.count("clipped_steps", factor < 1)
-                scales = torch.where(sane, factor, 1.0)
-            else:
-                scales = stages.scales(self.settings.rescale, before, after, sane)
-            divisor = 1.0 if loss_scale is None else loss_scale.to(device)
-            self.device["grad_norm"] = before.square().sum().sqrt() / divisor
-            self.device["update_norm"] = (after * scales).square().sum().sqrt() / divisor
-            for i, layer in enumerate(layers):
-                update = updates.get(layer.name)
-                if update is None:
-                    continue
-                update = torch.where(sane[i].to(update.device), update, raw[layer.name]).mul_(scales[i].to(update))
-                for parameter, part in split_grad(layer, update):
-                    assert parameter.grad is not None
-                    parameter.grad.copy_(part)
+        lengths.rescale(self, lengths.Updates(layers, updates, sane), norms, rates, loss_scale, device)
         if self.exchange is not None and self.plan.share == "weights":
             for layer in self.layers:
                 if self.rank not in self.placements[layer.name].preconditioned_by:
                     for parameter in layer.parameters():
                         parameter.grad = None
 
-    def _lengths(
-        self, updates: dict[str, Tensor], rates: dict[int, Any], loss_scale: Any, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return every layer's norm of the update, whether it is finite, and its term of the KL clip, on all ranks."""
-        num, index = len(self.layers), [self.index[name] for name in updates]
-        after = torch.zeros(num, dtype=torch.float64 if self._is_double else torch.float32, device=device)
-        products = torch.zeros_like(after)
-        if updates:
-            found = list(updates.values())
-            after[index] = stages.norms(found, device).to(after.dtype)
-            if self.settings.rescale == "kl-clip":
-                layers = [self.layers[i] for i in index]
-                terms = stages.kl_products(layers, found, rates, loss_scale, device)
-                products[index] = torch.stack(terms).to(products.dtype)
-        sane = torch.isfinite(after)
-        after, products = torch.where(sane, after, 0.0), torch.where(sane, products, 0.0)
-        if self.exchange is not None and self.plan.share == "weights":
-            together = torch.cat([after, (~sane).to(after.dtype), products]).to(torch.float64)
-            after, bad, products = self.exchange.sum_vector("norms", together).to(after).view(3, num)
-            sane = bad == 0
-        return after, sane, products
-
     def share_weights(self) -> None:
         """After the optimizer's step: get the weights that their owners updated."""
         if self.exchange is not None and self.plan.share == "weights":
-            shares.share_weights(self.exchange, self._by_name)
+            shares.share_weights(self.exchange, self.by_name)

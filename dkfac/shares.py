@@ -154,13 +154,11 @@ def unpack_decomposition(flat: Tensor, factor: FactorSpec, *, is_inverse: bool, 
     return Eigen(matrix, flat[factor.num_elements :].view(factor.row_shape).clone())
 
 
-def share_gradients(exchange: Exchange, updates: dict[str, Tensor], raw: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the preconditioned gradients of all layers that have one, on every rank."""
+def share_gradients(exchange: Exchange, updates: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the preconditioned gradients of layers that not every rank preconditions; zeros where there is none."""
+    shapes = {layer.name: layer.grad_shape for layer in exchange.plan.layers}
     received = exchange.share("gradients", lambda part: updates.get(part.layer))
-    for (name, _), flat in received.items():
-        if name in raw:
-            updates[name] = flat.view(raw[name].shape).to(raw[name].device)
-    return updates
+    return {name: flat.view(shapes[name]) for (name, _), flat in received.items()}
 
 
 def share_weights(exchange: Exchange, layers: dict[str, Layer]) -> None:

@@ -17,15 +17,29 @@ from dkfac.settings import Settings
 from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silence_bias
 
 
-def gradients_are_finite(gradients: list[Tensor], found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Whether every gradient is finite, as a tensor: nothing waits for the device.
+def gradient_norms(parameters: list[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Return the norms of the gradients that there are, by the parameters' ids."""
+    found = [(id(p), p.grad._values() if p.grad.is_sparse else p.grad) for p in parameters if p.grad is not None]
+    if not found:
+        return {}
+    return dict(zip((i for i, _ in found), norms([g for _, g in found], device).unbind(), strict=True))
+
+
+def are_finite(found: dict[int, Tensor], found_inf: Tensor | None, device: torch.device) -> Tensor:
+    """Whether gradients with these norms are finite, as a tensor: nothing waits for the device.
 
     ``found_inf``: what a gradient scaler tells a fused optimizer.
     """
     good = torch.ones((), dtype=torch.bool, device=device)
-    if gradients:
-        good = torch.isfinite(norms(gradients, device)).all()
+    if found:
+        good = torch.isfinite(torch.stack(list(found.values()))).all()
     return good if found_inf is None else good & (found_inf.to(device).reshape(()) == 0)
+
+
+def layer_norm(layer: Layer, found: dict[int, Tensor]) -> Tensor:
+    """Return the norm of a layer's gradient from those of its parameters."""
+    mine = [found[id(p)] for p in layer.parameters() if id(p) in found]
+    return mine[0] if len(mine) == 1 else torch.stack(mine).square().sum().sqrt()
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

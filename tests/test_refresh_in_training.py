@@ -95,7 +95,7 @@ def test_a_factor_that_fails_later_keeps_its_previous_decomposition(dim, curvatu
     assert fallbacks(kfac) == (0, 0, 4, 0)
     after = kfac.state_dict()["layers"][layer]["decompositions"]
     for name in before:
-        same = all(torch.equal(before[name][part], after[name][part]) for part in before[name])
+        same = all(torch.equal(before[name][part], after[name][part]) for part in before[name] if part != "form")
         assert same == (name == key), name
 
 
