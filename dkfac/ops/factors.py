@@ -5,6 +5,8 @@ Shapes: N = examples, S = shared positions, B = blocks, D = features.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def gram(
         torch.mul(torch.bmm(rows.mT, rows, out_dtype=dtype), scale, out=inner)
     elif blocks == 1:
         rows = rows.to(dtype)
-        inner[0].addmm_(rows[0].mT, rows[0], beta=0, alpha=scale)
+        _symmetric_product(rows[0], inner[0], scale)
     else:
         rows = rows.to(dtype)
         inner.baddbmm_(rows.mT, rows, beta=0, alpha=scale)
@@ -44,6 +46,20 @@ def gram(
         full[:, -1, :-1] = total
         full[:, -1, -1] = scale * (rows.shape[1] if weight is None else weight.sum())
     return full
+
+
+STRIPS = 4
+"""Of the upper triangle of a product on the CPU: three eighths of the work are saved by not computing the lower."""
+
+
+def _symmetric_product(rows: Tensor, out: Tensor, scale: float) -> None:
+    """Write ``scale * rows^T rows``."""
+    num_rows, dim = rows.shape
+    strips = STRIPS if rows.device.type == "cpu" and dim >= 256 and num_rows >= dim else 1
+    cuts = [dim * i // strips for i in range(strips + 1)]
+    for begin, end in pairwise(cuts):
+        out[begin:end, begin:].addmm_(rows[:, begin:end].mT, rows[:, begin:], beta=0, alpha=scale)
+        out[end:, begin:end] = out[begin:end, end:].mT
 
 
 def in_weight_order(factor: Tensor, taps: int) -> Tensor:
