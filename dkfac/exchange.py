@@ -11,6 +11,7 @@ from torch import Tensor
 from dkfac.comm import agree, collectives
 from dkfac.comm.collectives import Pending
 from dkfac.comm.groups import Groups
+from dkfac.ops.factors import gram
 from dkfac.ops.pack import pack_triangle, unpack_triangle
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import Part, Program, Stage, Transfer
@@ -60,7 +61,7 @@ class Exchange:
         """
         launched = []
         for transfer in self.program.stage("factors"):
-            if transfer.bucket != bucket or transfer.how == "collect":
+            if transfer.bucket != bucket or transfer.how in ("collect", "rows"):
                 continue
             flat = torch.zeros(transfer.elements(self.rank), dtype=_dtype(transfer.dtype), device=self.device)
             for part, place in _places(transfer.parts, flat):
@@ -93,6 +94,33 @@ class Exchange:
         for _, pending in self._launched:
             pending.wait()
         self._launched, self.num_launched = [], 0
+
+    def launch_rows(self, rows: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch what travels as rows ``[R, D]``, R at most what the plan has room for; the rest stays zero."""
+        launched = []
+        for transfer in (t for t in self.program.stage("factors") if t.how == "rows"):
+            flat = torch.zeros(transfer.elements(self.rank), dtype=_dtype(transfer.dtype), device=self.device)
+            for part, place in _places(transfer.parts, flat):
+                mine = rows.get((part.layer, part.key))
+                if mine is not None:
+                    place[: mine.numel()].copy_(mine.reshape(-1))
+            pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.everyone)
+            launched.append((transfer, pending))
+        return launched
+
+    def finish_rows(self, launched: list[tuple[Transfer, Pending]]) -> Named:
+        """Wait for rows and return the sums of their products, of the factors that this rank is to hold."""
+        result: Named = {}
+        for transfer, pending in launched:
+            mine = [part for part in transfer.parts if part.owner == self.rank]
+            received = pending.wait().view(self.world_size, -1)
+            position = 0
+            for part in mine:
+                dim = self._factors[part.layer, part.key].dim
+                rows = received[:, position : position + part.elements].reshape(-1, 1, 1, dim)
+                position += part.elements
+                result[part.layer, part.key] = gram(rows, ones=False, dtype=self._dtypes[part.layer])
+        return result
 
     def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:
         """Wait for reductions, pass chunks on to their owners, and return the sums that this rank is to hold."""

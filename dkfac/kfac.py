@@ -16,6 +16,7 @@ from dkfac.capture import Probe
 from dkfac.comm import join
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.notices import Notices
+from dkfac.plan.plan import Plan
 from dkfac.run import Runner
 from dkfac.settings import Settings
 from dkfac.tape import Tape
@@ -68,8 +69,8 @@ class KFAC:
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
         self._process_group = process_group
-        self.plan, exchange = connect(self.layers, self.settings, process_group)
-        self._runner = Runner(self.layers, self.settings, self._tape, notices, self.plan, exchange)
+        plan, exchange = connect(self.layers, self.settings, process_group)
+        self._runner = Runner(self.layers, self.settings, self._tape, notices, plan, exchange)
         self._probe.watch({name for name, p in self._runner.placements.items() if self._runner.rank in p.statistics})
         self._join_config = join.not_joined()
         if exchange is not None:
@@ -86,6 +87,11 @@ class KFAC:
         report.warn_of_left(self.left)
         if self.settings.announce and self._runner.rank == 0:
             print(report.announcement(self.layers, self.left, self.settings, optimizer, self.plan), file=sys.stderr)
+
+    @property
+    def plan(self) -> Plan:
+        """Who does what, under torch.distributed."""
+        return self._runner.plan
 
     # --- what a user calls ---------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from dkfac.tape import Tape
 class Overlap:
     """What is ready of the pass that runs now, and what has left."""
 
-    def __init__(self, exchange: Exchange, tape: Tape) -> None:
+    def __init__(self, exchange: Exchange, tape: Tape, layers: frozenset[str]) -> None:
         self._exchange, self._tape = exchange, tape
-        self.layers: frozenset[str] = frozenset()
+        self.layers = layers
         """Layers that leave early; agreed upon at the first refresh."""
         self.active = False
         """Whether the pass that runs now will be synchronised."""
@@ -31,7 +31,7 @@ class Overlap:
         """Sums over inputs and their rows, measured in the forward, until the backward takes them."""
         self._ready: set[tuple[str, str]] = set()
         self._needed: list[set[tuple[str, str]]] = [set() for _ in range(exchange.num_buckets)]
-        for transfer in exchange.program.stage("factors"):
+        for transfer in (t for t in exchange.program.stage("factors") if t.how != "rows"):
             self._needed[transfer.bucket] |= {(part.layer, part.key) for part in transfer.parts}
 
     def begin_forward(self) -> None:
@@ -60,7 +60,7 @@ class Overlap:
         if layer.name in self._inputs:
             self._tape.error = self._tape.error or _called_again(layer.name)
             return
-        if layer.spec.factors[0].key != "A":
+        if layer.spec.factors[0].key != "A" or (layer.name, "A") in self._tape.as_rows:
             return
         tape = self._tape
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False), tape.timer.stage("capture", x.device):

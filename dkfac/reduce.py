@@ -11,7 +11,9 @@ from torch import Tensor
 from dkfac import stages
 from dkfac.exchange import Exchange, Named
 from dkfac.ops.decompose import mean_eigenvalue
+from dkfac.plan.plan import Placement
 from dkfac.plan.program import HEADER_FIXED
+from dkfac.plan.spec import LayerSpec
 from dkfac.tape import Measured
 
 if TYPE_CHECKING:
@@ -47,6 +49,38 @@ def local_sums(runner: Runner, measured: Measured) -> Named:
     return sums
 
 
+def worth_as_rows(layer: LayerSpec, placement: Placement, number: int) -> list[tuple[str, str, int]]:
+    """Return a layer's factors that have one holder and more than twice as many dimensions as a rank has rows."""
+    if len(placement.statistics) < 2:
+        return []
+    return [
+        (layer.name, factor.key, number)
+        for factor, held in zip(layer.factors, placement.factors, strict=True)
+        if len(held) == 1 and factor.form == "dense" and factor.num_blocks == 1 and 0 < 2 * number < factor.dim
+    ]
+
+
+def local_rows(runner: Runner, measured: Measured) -> tuple[Named, bool]:
+    """Return this rank's rows, scaled as the sums are, and whether the plan has room for all of them."""
+    rows: Named = {}
+    fits = True
+    for name, key, room in runner.plan.rows:
+        sums = measured.layers.get(name)
+        pieces = None if sums is None else sums.pieces.get(key)
+        if not pieces:
+            continue
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        root = measured.unit**0.5
+        rows[name, key] = over_terms(key, joined, root)[:room]
+        fits = fits and len(joined) <= room
+    return rows, fits
+
+
+def all_finite_rows(rows: Iterable[Tensor], device: torch.device) -> Tensor:
+    totals = [t.sum().to(device, torch.float64) for t in rows]
+    return torch.isfinite(torch.stack(totals)).all() if totals else torch.ones((), dtype=torch.bool, device=device)
+
+
 def over_terms(key: str, total: Tensor, unit: Tensor | float) -> Tensor:
     """Return a sum of gradients' products as a sum over terms of the loss; a sum over inputs as it is."""
     if key == "A" or (isinstance(unit, float) and unit == 1.0):
@@ -62,7 +96,10 @@ class Reduced:
         error, runner.tape.error = runner.tape.error, None
         sums = local_sums(runner, measured)
         device = good.device
-        good = good & stages.all_finite(sums.values(), device)
+        rows, fits = local_rows(runner, measured)
+        good = good & stages.all_finite(sums.values(), device) & all_finite_rows(rows.values(), device)
+        if not fits:
+            good = torch.zeros_like(good)
         header = _header(runner, measured, good, error, sums)
         scales: Named = {}
         if runner.plan.wire_dtype == "float16":  # little range: first agree on what to divide by
@@ -73,7 +110,8 @@ class Reduced:
         else:
             launched = exchange.launch_rest(sums, scales)
             told = exchange.sum("header", header)
-        totals = exchange.finish_factors(launched, scales)
+        sent = exchange.launch_rows(rows)
+        totals = exchange.finish_factors(launched, scales) | exchange.finish_rows(sent)
         num = len(runner.layers)
         self.terms, self.num_bad, self.num_failed, self.num_passes = told[:HEADER_FIXED]
         self.rows, self.calls, self.again = (told[HEADER_FIXED + i * num :][:num] for i in range(3))

@@ -6,6 +6,7 @@ Every decision (skip, due, rung, raise) is a function of values that all ranks h
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Plan
+from dkfac.plan.program import expand
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
 from dkfac.state import LayerState
@@ -43,8 +45,7 @@ class Runner:
         self.tape, self.exchange, self.notices = tape, exchange, notices
         self.rank = 0 if exchange is None else exchange.rank
         tape.defer_errors = exchange is not None
-        if exchange is not None and settings.overlap and settings.fisher != "exact":
-            tape.overlap = Overlap(exchange, tape)
+        self._overlap()
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.step = 0
@@ -57,8 +58,15 @@ class Runner:
         self._lacking: set[str] = set()
         self._resumed = False
         self._last_reduced: reduce.Reduced | None = None
+        self._rows_seen: dict[str, float] = {}
+        """Most rows of a layer in a step since the last refresh; -1: not known to the host."""
         self._flag: Tensor | None = None
         """Whether a rank failed in the last measured step, on its way to the host."""
+
+    def _overlap(self) -> None:
+        if self.exchange is not None and self.settings.overlap and self.settings.fisher != "exact":
+            layers = frozenset() if self.tape.overlap is None else self.tape.overlap.layers
+            self.tape.overlap = Overlap(self.exchange, self.tape, layers)
 
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
@@ -132,6 +140,7 @@ class Runner:
         if self.measuring:
             measured = self.tape.take()
             self.notices.accumulation(measured.num_passes)
+            self._see_rows(measured)
             if self.exchange is None:
                 self.notices.capture(measured.layers, measured.num_passes)
             with timer.stage("average", device):
@@ -216,6 +225,8 @@ class Runner:
         if self.exchange is not None and self.measuring:
             self.notices.capture(measured, 0)
             self._choose_overlapped()
+            if self.decomposing and self.settings.wire_form == "rows":
+                self._choose_rows(self.exchange)
         if not due:
             return
         found: dict[str, dict[str, tuple[Decomposition | None, Rung]]] = {}
@@ -253,6 +264,26 @@ class Runner:
             return
         once = ((reduced.calls == reduced.num_passes) & (reduced.again == 0)).tolist()
         overlap.layers = frozenset(la.name for la, flag in zip(self.layers, once, strict=True) if flag)
+
+    def _choose_rows(self, exchange: Exchange) -> None:
+        """Let rows travel instead of sums where every rank had few of them; a new plan, agreed by what was gathered."""
+        told = exchange.gather_numbers([self._rows_seen.get(layer.name, 0.0) for layer in self.layers])
+        self._rows_seen.clear()
+        wanted = []
+        for layer, numbers in zip(self.layers, zip(*told, strict=True), strict=True):
+            if min(numbers) >= 0 and layer.kind in ("linear", "conv1d-transposed"):
+                wanted += reduce.worth_as_rows(layer.spec, self.placements[layer.name], int(max(numbers)))
+        if tuple(wanted) != self.plan.rows:
+            self.plan = replace(self.plan, rows=tuple(wanted))
+            self.exchange = Exchange(self.plan, expand(self.plan), exchange.groups, exchange.device)
+            self.tape.as_rows = {(name, key) for name, key, _ in wanted}
+            self._overlap()
+
+    def _see_rows(self, measured: Measured) -> None:
+        for name, sums in measured.layers.items():
+            rows = -1.0 if isinstance(sums.rows, Tensor) else sums.rows
+            seen = self._rows_seen.get(name, 0.0)
+            self._rows_seen[name] = -1.0 if min(rows, seen) < 0 else max(rows, seen)
 
     def publish_bases(self) -> None:
         """Let the tape measure EKFAC's moments in the bases now in use."""

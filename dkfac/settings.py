@@ -25,6 +25,7 @@ Strategy = Literal[
     "auto", "comm-opt", "sharded", "local", "replicated", "layer-wise", "factor-wise", "hybrid-opt", "mem-opt", "spd"
 ]
 WireDtype = Literal["float32", "bfloat16", "float16"]
+WireForm = Literal["sums", "rows"]
 Share = Literal["gradients", "weights"]
 Fusion = Literal["one", "optimal", "spd"]
 
@@ -112,6 +113,10 @@ class Settings:
     wire_dtype: WireDtype | None = None
     """Precision of factors and preconditioned gradients on the network; None: their own."""
 
+    wire_form: WireForm = "sums"
+    """``"rows"``: where a rank's rows of a Linear layer are fewer than half a factor's dimension (small batches, wide
+    layers), they travel instead of the sum of their products."""
+
     share: Share = "gradients"
     """What a layer's owner sends: the preconditioned gradient, or the updated weights after it alone has stepped."""
 
@@ -197,6 +202,11 @@ class Settings:
                 'overlap=True with wire_dtype="float16": sums leave before all ranks know how large they are, and '
                 'float16 has little range; use "bfloat16"'
             )
+        if self.wire_form == "rows" and (self.weight_sharing == "reduce" or self.fisher == "exact"):
+            raise ValueError(
+                'wire_form="rows" sends the rows of the training backward: it goes with weight_sharing="expand" and '
+                'fisher="empirical"'
+            )
         fraction: Any = self.worker_fraction
         if fraction is None:
             return
@@ -261,6 +271,7 @@ _CHOICES: tuple[tuple[str, Any, str], ...] = (
     ("norm_form", NormForm, "it decides the curvature of norm layers"),
     ("strategy", Strategy, "it decides which rank does what"),
     ("wire_dtype", WireDtype, "factors travel in it"),
+    ("wire_form", WireForm, "it decides what travels of a factor"),
     ("share", Share, "it decides what the owner of a layer sends"),
     ("fusion", Fusion, "it decides which factors are reduced together"),
 )

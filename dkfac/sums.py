@@ -13,8 +13,10 @@ from dkfac.plan.spec import FactorSpec
 from dkfac.settings import Settings
 
 
-def input_sum(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor | float]:
-    """Return the sum that A is made of and the number to divide it by."""
+def input_sum(
+    layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False
+) -> tuple[Tensor, Tensor | float]:
+    """Return the sum that A is made of, or the rows ``[R, D]`` whose products it sums, and what to divide by."""
     assert rows.a is not None
     factor = layer.spec.factor("A")
     a, kept = rows.a, rows.valid
@@ -35,17 +37,32 @@ def input_sum(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings)
         return diagonal(a, kept, factor.dim, layer.dtype), count
     if reduce:
         a, kept = ops.mean_over_positions(a, kept, layer.dtype), None
+    if as_rows:
+        flat = a.reshape(-1, a.shape[-1]).to(layer.dtype)
+        ones = flat.new_ones(len(flat), 1 if layer.has_bias else 0)
+        flat = torch.cat([flat, ones], dim=1)
+        return flat if kept is None else flat * kept.reshape(-1, 1), count
     total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept)
     return ops.in_weight_order(total, rows.taps), count
 
 
-def gradient_sum(layer: Layer, factor: FactorSpec, rows: Rows, weight: Tensor | float, settings: Settings) -> Tensor:
-    """Return the sum that G, or a norm layer's F, is made of, times a weight."""
+def gradient_sum(
+    layer: Layer,
+    factor: FactorSpec,
+    rows: Rows,
+    weight: Tensor | float,
+    settings: Settings,
+    *,
+    as_rows: bool = False,
+) -> Tensor:
+    """Return the sum that G, or a norm layer's F, is made of, times a weight; or the rows whose products it sums."""
     g = rows.g
     if factor.form == "diagonal":
         return ops.square_sum(g, layer.dtype) * weight
     if factor.key == "G" and settings.weight_sharing == "reduce":
         g = regroup(g, rows.examples, layer.name).to(layer.dtype).sum(1, keepdim=True)
+    if as_rows:
+        return g.reshape(-1, g.shape[-1]).to(layer.dtype) * weight**0.5
     if isinstance(weight, Tensor):
         return ops.gram(g, ones=False, dtype=layer.dtype) * weight
     return ops.gram(g, ones=False, dtype=layer.dtype, scale=weight)

@@ -35,6 +35,8 @@ class Sums:
     moments: Tensor | None = None
     rows: Tensor | float = 0.0
     """What A is divided by: rows, or examples under ``reduce``."""
+    pieces: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Rows ``[R, D]`` of the factors that travel as rows, instead of their sums."""
     calls: int = 0
     last_call: tuple[int, int | None] = (0, None)
     """The backward pass, and column of the exact Fisher, that the last call belonged to."""
@@ -89,6 +91,8 @@ class Tape:
         self._scaler = scaler
         self._pending_terms: Terms | None = None
         self._terms: Terms | None = None
+        self.as_rows: set[tuple[str, str]] = set()
+        """Factors, as (layer, key), whose rows are kept instead of summed."""
         self.overlap: Overlap | None = None
         self.defer_errors = False
         """Keep an error of the capture for the step, where other ranks are told of it."""
@@ -261,11 +265,14 @@ class Tape:
         for factor in layer.spec.factors:
             if factor.key == "A":
                 if not self.column and not has_input:
-                    value, count = input_sum(layer, rows, self.mask, self.settings)
+                    keep = (layer.name, "A") in self.as_rows
+                    value, count = input_sum(layer, rows, self.mask, self.settings, as_rows=keep)
                     sums.rows = sums.rows + count
-                    _accumulate(sums.factors, "A", value)
+                    self._keep(sums, "A", value, as_rows=keep)
             else:
-                _accumulate(sums.factors, factor.key, gradient_sum(layer, factor, rows, weight, self.settings))
+                keep = (layer.name, factor.key) in self.as_rows
+                value = gradient_sum(layer, factor, rows, weight, self.settings, as_rows=keep)
+                self._keep(sums, factor.key, value, as_rows=keep)
         basis = self.bases.get(layer.name)
         if basis is not None and sums.called_again:
             # An example's gradient is the sum over the calls, which are seen one at a time.
@@ -280,6 +287,13 @@ class Tape:
         elif basis is not None and rows.a is not None:
             moments = moment_sum(layer, rows.a, rows, basis) * weight
             sums.moments = moments if sums.moments is None else sums.moments.add_(moments)
+
+    @staticmethod
+    def _keep(sums: Sums, key: str, value: Tensor, *, as_rows: bool) -> None:
+        if as_rows:
+            sums.pieces.setdefault(key, []).append(value)
+        else:
+            _accumulate(sums.factors, key, value)
 
 
 def reaches(weight: Tensor) -> bool:

@@ -42,6 +42,8 @@ class Plan:
     moments: bool = False
     """Whether EKFAC's moments are measured and reduced."""
     share: str = "gradients"
+    rows: tuple[tuple[str, str, int], ...] = ()
+    """Factors, as ``(layer, key)``, of which ranks send at most so many rows each instead of their sum."""
 
     def __post_init__(self) -> None:
         for layer, placement in zip(self.layers, self.placements, strict=True):
@@ -97,6 +99,7 @@ class Plan:
             "solver": self.solver,
             "moments": self.moments,
             "share": self.share,
+            "rows": self.rows,
             "layers": [asdict(layer) for layer in self.layers],
             "placements": placements,
             "buckets": self.buckets,
@@ -130,6 +133,7 @@ class Plan:
             solver=body["solver"],
             moments=body["moments"],
             share=body["share"],
+            rows=tuple((name, key, number) for name, key, number in body["rows"]),
         )
 
     def fingerprint(self) -> str:

@@ -10,9 +10,10 @@ from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.spec import FactorSpec, LayerSpec
 
 Stage = Literal["header", "factors", "means", "status", "decompositions", "norms", "gradients", "weights"]
-How = Literal["all-reduce", "reduce-scatter", "collect", "deal", "all-gather"]
-"""``collect``: from equal chunks to owners, after a reduce-scatter. ``deal``: from owners to equal chunks, before an
-all-gather. Both are all-to-alls that move only what is not in place yet."""
+How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather"]
+"""``rows``: each rank's own to the owner of each part, not added. ``collect``: from equal chunks to owners, after a
+reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These are all-to-alls; the last two move
+only what is not in place yet."""
 
 HEADER_FIXED = 4
 """The header begins with the number of terms, the bad flag, the error flag and the number of backward passes."""
@@ -53,7 +54,7 @@ class Transfer:
         """Return how many elements each member hands to the collective."""
         size = len(self.group)
         match self.how:
-            case "all-reduce":
+            case "all-reduce" | "rows":
                 return [self.used] * size
             case "reduce-scatter":
                 return [self.chunk * size] * size
@@ -83,6 +84,8 @@ class Transfer:
         """Return how many elements a member sends to, and receives from, each member."""
         me, size, chunk = self.group.index(rank), len(self.group), self.chunk
         owned = self._owned()
+        if self.how == "rows":
+            return [end - begin for begin, end in owned], [owned[me][1] - owned[me][0]] * size
         chunks = [(i * chunk, (i + 1) * chunk) for i in range(size)]
         to_owner = [_overlap(*owned[i], *chunks[me]) for i in range(size)]
         from_chunk = [_overlap(*owned[me], *chunks[i]) for i in range(size)]
@@ -127,6 +130,7 @@ def expand(plan: Plan) -> Program:
     traces = num_factors + len(plan.layers) * plan.moments if plan.wire_dtype == "float16" else 0
     transfers = [_small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + traces)]
     transfers += _reductions(plan, everyone)
+    transfers += _rows(plan, everyone)
     transfers.append(_small("means", everyone, num_factors + blocks))
     transfers.append(_small("status", everyone, 1 + 2 * num_factors))
     transfers += _shares("decompositions", _decompositions(plan))
@@ -152,9 +156,10 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
     """Sums of the factors, bucket by bucket; EKFAC's moments, full size, in a bucket of their own."""
     by_name = {layer.name: (layer, placement) for layer, placement in zip(plan.layers, plan.placements, strict=True)}
     buckets: list[list[tuple[LayerSpec, Part]]] = []
+    as_rows = {(name, key) for name, key, _ in plan.rows}
     for bucket in plan.buckets:
         items: list[tuple[LayerSpec, Part]] = []
-        for name, key in bucket:
+        for name, key in (item for item in bucket if item not in as_rows):
             layer, placement = by_name[name]
             index = [factor.key for factor in layer.factors].index(key)
             if len(placement.statistics) > 1:
@@ -179,6 +184,20 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
             if owned:
                 yield Transfer("factors", "reduce-scatter", everyone, dtype, owned, number)
                 yield Transfer("factors", "collect", everyone, dtype, owned, number)
+
+
+def _rows(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
+    """Rows of the factors that travel so, each rank's to the owner."""
+    layers = {layer.name: layer for layer in plan.layers}
+    by_dtype: dict[str, list[Part]] = {}
+    for name, key, number in plan.rows:
+        layer, placement = layers[name], plan.placement(name)
+        index = [factor.key for factor in layer.factors].index(key)
+        dtype = layer.dtype if plan.wire_dtype is None else gradient_dtype(plan.wire_dtype)
+        part = Part(name, key, number * layer.factors[index].dim, placement.factors[index][0])
+        by_dtype.setdefault(dtype, []).append(part)
+    for dtype, parts in by_dtype.items():
+        yield Transfer("factors", "rows", everyone, dtype, tuple(sorted(parts, key=lambda part: part.owner)), -1)
 
 
 def has_moments(layer: LayerSpec) -> bool:
