@@ -49,14 +49,22 @@ def local_sums(runner: Runner, measured: Measured) -> Named:
     return sums
 
 
+FEW_ELEMENTS = 1024
+"""Of a factor's rows: a network takes longer to start than to send them."""
+
+
 def worth_as_rows(layer: LayerSpec, placement: Placement, number: int) -> list[tuple[str, str, int]]:
-    """Return a layer's factors that have one holder and more than twice as many dimensions as a rank has rows."""
-    if len(placement.statistics) < 2:
+    """Return a layer's factors that have one holder and are fewer elements as rows; or so few that one transfer less
+    is worth more."""
+    if len(placement.statistics) < 2 or number < 1:
         return []
     return [
         (layer.name, factor.key, number)
         for factor, held in zip(layer.factors, placement.factors, strict=True)
-        if len(held) == 1 and factor.form == "dense" and factor.num_blocks == 1 and 0 < 2 * number < factor.dim
+        if len(held) == 1
+        and factor.form == "dense"
+        and factor.num_blocks == 1
+        and (2 * number < factor.dim or number * factor.dim <= FEW_ELEMENTS)
     ]
 
 

@@ -10,22 +10,23 @@ from helpers_ranks import average_gradients, on_threads
 from torch import nn
 
 from dkfac import KFAC
+from dkfac.reduce import FEW_ELEMENTS
 
 EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 1, "inverse_interval": 3, "damping": 1e-3}
 LOCK = threading.Lock()
-BATCH, STEPS = 24, 10
+BATCH, STEPS = 48, 10
 
 
 def build():
     with LOCK:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 26, bias=False), nn.Tanh(), nn.Linear(26, 3))
+        net = nn.Sequential(nn.Linear(90, 80), nn.Tanh(), nn.Linear(80, 52, bias=False), nn.Tanh(), nn.Linear(52, 3))
     return net.double()
 
 
 def batch(step, size=BATCH):
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(size, 30, generator=generator, dtype=torch.float64)
+    x = torch.randn(size, 90, generator=generator, dtype=torch.float64)
     return x, torch.randint(0, 3, (size,), generator=generator)
 
 
@@ -64,12 +65,12 @@ def test_rows_give_the_weights_of_one_process(world_size, options):
         assert_same(weights, expected)
         assert skipped == 0
         per_rank = BATCH // world_size
-        wanted = {(n, k) for n, k, d in DIMS if 2 * per_rank < d}
+        wanted = {(n, k) for n, k, d in DIMS if 2 * per_rank < d or per_rank * d <= FEW_ELEMENTS}
         assert {(name, key) for name, key, _ in plan.rows} == wanted
         assert all(number == per_rank for *_, number in plan.rows)
 
 
-DIMS = [("0", "A", 31), ("0", "G", 40), ("2", "A", 40), ("2", "G", 26), ("4", "A", 27), ("4", "G", 3)]
+DIMS = [("0", "A", 91), ("0", "G", 80), ("2", "A", 80), ("2", "G", 52), ("4", "A", 53), ("4", "G", 3)]
 CASES = {
     "micro-batches": {"micro": 3},
     "mean of sums": {"accumulate": "sum", "micro": 2},
@@ -104,7 +105,8 @@ def test_rows_are_fewer_bytes_and_exactly_those_of_the_plan():
         on_threads(4, weights_of, 4, {"wire_form": form, "strategy": "sharded"})[0] for form in ("rows", "sums")
     )
     rows = [t for t in few if t["how"] == "rows"]
-    assert [t["bytes"] for t in rows] == [8 * (BATCH // 4) * sum(d for *_, d in DIMS if d > 2 * (BATCH // 4))]
+    assert [t["bytes"] for t in rows] == [8 * (BATCH // 4) * sum(d for *_, d in DIMS)]
+    assert {t["how"] for t in few if t["stage"] == "factors"} == {"rows"}
     assert sum(t["bytes"] for t in few) < sum(t["bytes"] for t in many)
 
 

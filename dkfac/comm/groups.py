@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +33,14 @@ class Groups:
         self.rank = dist.get_rank(parent)
         self._global = tuple(range(self.world_size)) if parent is None else tuple(dist.get_process_group_ranks(parent))
         self._groups: dict[Ranks, Any] = {}
-        self.everyone = self._make(tuple(range(self.world_size)))
+        # What a process still holds of a group when the interpreter is torn down aborts it.
+        weakref.finalize(self, self._groups.clear)
+        self._everyone = tuple(range(self.world_size))
+        self._make(self._everyone)
+
+    @property
+    def everyone(self) -> Any:
+        return self._groups[self._everyone]
 
     def make(self, wanted: Iterable[Ranks]) -> None:
         """Make the groups that are not there yet, in this order."""
@@ -57,7 +65,8 @@ class Groups:
 
     def close(self) -> None:
         """Give the groups back, unless torch.distributed has ended already."""
-        groups, self._groups = list(self._groups.items()), {}
+        groups = list(self._groups.items())
+        self._groups.clear()
         if not dist.is_initialized():
             return
         for ranks, group in groups:
