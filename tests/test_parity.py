@@ -4,10 +4,14 @@ import functools
 
 import pytest
 import torch
-from helpers_parity import BATCH, cut, distinct, oracle, train, train_unevenly
+from helpers_parity import BATCH, build, cut, distinct, oracle, train, train_unevenly
 from helpers_ranks import on_threads
 
+from dkfac.layers.find import find_layers
+from dkfac.plan import make
+from dkfac.plan.costs import Costs
 from dkfac.plan.strategies import FULL_STATISTICS
+from dkfac.settings import Settings
 
 STRATEGIES = (*FULL_STATISTICS, "auto")
 WORLD_SIZES = (1, 2, 3, 4, 8, 16, 64)
@@ -74,16 +78,16 @@ def test_sixty_four_ranks_train_like_one_process(strategy):
 
 EXACT_FISHER = {"fisher": "exact", "exact_loss": "cross-entropy"}
 VARIANTS = {
-    "cholesky, norm, optimal fusion": {"solver": "cholesky", "rescale": "norm", "fusion": "optimal"},
+    "cholesky, norm": {"solver": "cholesky", "rescale": "norm"},
     "cholesky, relative": {"solver": "cholesky", "damping_mode": "relative", "damping": 0.1, "net": "tiny"},
-    "no rescale, spd fusion": {"rescale": "none", "damping": 0.1, "fusion": "spd"},
+    "no rescale": {"rescale": "none", "damping": 0.1},
     "kl-clip, replicated factors": {"rescale": "kl-clip", "kl_clip": 1e-4, "damping": 0.1, "replicate_factors": True},
     "relative": {"damping_mode": "relative", "damping": 0.1},
     "ekfac": {"curvature": "ekfac", "damping": 1e-2},
     "warm-eigen": {"solver": "warm-eigen", "damping": 1e-2},
     "warm-eigen, ekfac": {"solver": "warm-eigen", "curvature": "ekfac", "damping": 1e-2, "replicate_factors": True},
     "exact": EXACT_FISHER,
-    "conv": {"net": "vision", "fusion": "optimal"},
+    "conv": {"net": "vision"},
     "conv, reduce": {"net": "vision", "weight_sharing": "reduce"},
     "conv, unit norms": {"net": "vision", "norm_form": "unit"},
     "conv, full norms, cholesky": {"net": "vision", "norm_form": "full", "solver": "cholesky"},
@@ -112,6 +116,19 @@ def test_other_settings_train_like_one_process_under_every_strategy(variant, str
 @pytest.mark.parametrize(("world_size", "workers"), [(4, 1), (4, 4), (6, 2), (6, 3)])
 def test_the_number_of_workers_changes_nothing(world_size, workers):
     assert_parity(world_size, strategy=GRID, worker_fraction=workers / world_size, net="tiny", **RARELY)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "strategy", "net"),
+    [("optimal", GRID, "small"), ("spd", OWNED, "small"), ("spd", "comm-opt", "vision"), ("optimal", OWNED, "vision")],
+)
+def test_factors_reduced_in_several_buckets_train_like_one_process(fusion, strategy, net, monkeypatch):
+    """The layers are so small that one bucket pays, unless a start-up costs nothing."""
+    monkeypatch.setattr(make, "Costs", lambda: Costs(latency_seconds=1e-9))
+    layers = [layer.spec for layer in find_layers(build(net), Settings(), None)[0]]
+    plan = make.make_plan(layers, 4, make.Choices(strategy=strategy, fusion=fusion))
+    assert len(plan.buckets) > 1
+    assert_parity(4, strategy=strategy, net=net, fusion=fusion)
 
 
 # --- ranks that differ: oracles written out ----------------------------------------------------------------------

@@ -37,6 +37,7 @@ CHOICES = {
     "strategy": ("'hybrid-opt'", ["comm_opt", "COMM-OPT", "", None, 1, True]),
     "wire_dtype": ("'bfloat16'", ["bf16", "float8", "int8", 16, True]),
     "share": ("'weights'", ["updates", None, True]),
+    "wire_form": ("'rows'", ["row", None, 1]),
     "fusion": ("'optimal'", ["greedy", 0, True]),
 }
 NUMBERS = {
@@ -70,6 +71,7 @@ TOGETHER = [
     ({"factor_interval": 200}, ["inverse_interval", "100", "multiple", "200"]),
     ({"fisher": "exact"}, ["exact_loss", "cross-entropy", "mse"]),
     ({"curvature": "ekfac", "solver": "cholesky"}, ["ekfac", "cholesky", "warm-eigen"]),
+    ({"wire_form": "rows", "weight_sharing": "reduce"}, ["wire_form", "expand"]),
     ({"worker_fraction": 0.5}, ["worker_fraction", "0.5", "hybrid-opt", "'auto'"]),
     ({"worker_fraction": 0.5, "strategy": "comm-opt"}, ["worker_fraction", "0.5", "hybrid-opt", "'comm-opt'"]),
     ({"worker_fraction": 0.5, "strategy": "hybrid-opt"}, ["worker_fraction", "0.5", "1 ranks", "[1]"]),
