@@ -18,7 +18,8 @@ from dkfac.layers.layer import Layer
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import expand
-from dkfac.settings import Settings
+from dkfac.plan.spec import LayerSpec
+from dkfac.settings import SCHEDULES, Settings
 
 
 def resolve_settings(settings: Settings | None, options: dict[str, Any]) -> Settings:
@@ -92,13 +93,28 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> tupl
         return make_plan(specs, 1, choices), None
     device = layers[0].weight.device
     own = groups.Groups(process_group)
-    schedules = {name: settings.at(name, 0) for name in ("damping", "norm_damping", "factor_decay", "kl_clip")}
+    try:
+        return _agree(specs, settings, choices, own, device)
+    except Exception:
+        own.close()
+        raise
+
+
+def _agree(
+    specs: list[LayerSpec], settings: Settings, choices: Choices, own: groups.Groups, device: torch.device
+) -> tuple[Plan, Exchange]:
+    schedules = {name: settings.at(name, 0) for name in SCHEDULES}
     said = {name: value for name, value in settings.describe().items() if name != "announce"}
     description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs]}
     agree.check_same(own, description, device)
-    plan = make_plan(specs, world_size, choices)
+    plan = make_plan(specs, own.world_size, choices)
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return plan, Exchange(plan, expand(plan), own, device)
+
+
+def choose_group(model: nn.Module, process_group: Any) -> Any:
+    """Return the ranks that train copies of the model: those of its DDP, where nothing else was said."""
+    return groups.of_model(model) if process_group is None else process_group
 
 
 def check_world(planned: int, process_group: Any) -> None:

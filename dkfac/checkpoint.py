@@ -16,20 +16,12 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
+from dkfac.plan.plan import Holding
 from dkfac.plan.spec import FactorSpec
 from dkfac.state import Average, LayerState
 
 VERSION = 2
 DEVICE_COUNTERS = ("skipped_batches", "clipped_steps", "clip_factor", "grad_norm", "update_norm")
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """What of a layer a rank holds by its plan."""
-
-    running: frozenset[str]
-    decompositions: frozenset[str]
-    moments: bool
 
 
 @dataclass(slots=True)

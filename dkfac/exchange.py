@@ -90,10 +90,12 @@ class Exchange:
         self.num_launched += 1
 
     def drop_launched(self) -> None:
-        """Wait for what was launched early and forget it: its step will not be taken."""
-        for _, pending in self._launched:
+        """Launch the buckets that are left, of zeros, wait for all and forget them: the step will not be taken.
+
+        Ranks may have launched different numbers of them.
+        """
+        for _, pending in self.launch_rest({}, {}):
             pending.wait()
-        self._launched, self.num_launched = [], 0
 
     def launch_rows(self, rows: Named) -> list[tuple[Transfer, Pending]]:
         """Launch what travels as rows ``[R, D]``, R at most what the plan has room for; the rest stays zero."""
@@ -199,10 +201,17 @@ class Exchange:
 
     def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Return every rank's state on rank 0, None elsewhere."""
-        return agree.gather_objects(self.groups, state)
+        return agree.gather_objects(self.groups, _on_cpu(state))
 
     def raise_everywhere(self, error: BaseException | None) -> None:
         agree.raise_everywhere(self.groups, error, self.device)
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a nested dict with its tensors on the CPU: another rank may not see this one's GPU."""
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def unpack_factor(flat: Tensor, factor: FactorSpec) -> Tensor:

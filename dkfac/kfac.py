@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from dkfac import checkpoint, owned, report
-from dkfac.attach import check_arguments, check_layers, check_share, check_world, connect, resolve_settings
+from dkfac.attach import (
+    check_arguments,
+    check_layers,
+    check_share,
+    check_world,
+    choose_group,
+    connect,
+    resolve_settings,
+)
 from dkfac.capture import Probe
 from dkfac.comm import join
 from dkfac.layers.find import find_layers, unwrap
@@ -68,6 +76,7 @@ class KFAC:
         self._tape = Tape(self.layers, self.settings, grad_scaler)
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
+        process_group = choose_group(model, process_group)
         self._process_group = process_group
         plan, exchange = connect(self.layers, self.settings, process_group)
         self._runner = Runner(self.layers, self.settings, self._tape, notices, plan, exchange)
@@ -162,6 +171,7 @@ class KFAC:
             device=runner.device,
             decompositions=decompositions,
         )
+        state["share"] = self.settings.share
         if self.settings.share == "weights" and self._optimizer is not None:
             for layer in self.layers:
                 if runner.rank in runner.placements[layer.name].preconditioned_by:
@@ -182,6 +192,8 @@ class KFAC:
         runner.resume(loaded)
         for layer in self.layers:
             saved = state["layers"][layer.name].get("optimizer")
+            if not saved and state.get("share") == "weights" and runner.steps(layer.name):
+                report.warn_of_lost_optimizer(layer.name)
             if saved and self._optimizer is not None and runner.steps(layer.name):
                 owned.load(self._optimizer, layer, saved)
         self._tape.discard()
@@ -270,8 +282,9 @@ class KFAC:
 
     def _is_dummy(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
-        rates = [group["lr"] for group in optimizer.param_groups]
-        return self._tape.window.num_passes == 0 and all(isinstance(lr, (int, float)) and lr == 0 for lr in rates)
+        if optimizer.state or any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+            return False
+        return not any(bool(p.grad.any()) for p in self._parameters() if p.grad is not None)
 
     def _run(self, lr: float | None) -> None:
         """Take K-FAC's part of a step, whatever precision the loop runs in."""

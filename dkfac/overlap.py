@@ -36,16 +36,19 @@ class Overlap:
 
     def begin_forward(self) -> None:
         """Before the model's forward: will DDP synchronise its backward?"""
-        self.active = bool(self.layers) and groups.ddp_will_synchronise()
-        if self.active:
+        will_synchronise = bool(self.layers) and groups.ddp_will_synchronise()
+        if will_synchronise:
             self._tape.drop_void()
             self.reset()
+        self.active = will_synchronise
 
     def reset(self) -> None:
         """Forget a pass that no step followed."""
         self._inputs.clear()
         self._ready.clear()
-        self._exchange.drop_launched()
+        if self.active:
+            self.active = False
+            self._exchange.drop_launched()
 
     def end(self) -> None:
         """The step has been taken."""

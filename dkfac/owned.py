@@ -23,10 +23,7 @@ def load(optimizer: torch.optim.Optimizer, layer: Layer, saved: dict[str, dict[s
     for name, p in zip(("weight", "bias"), layer.parameters(), strict=False):
         found = saved.get(name)
         if found:
-            optimizer.state[p] = {
-                key: value.to(p.device, copy=True) if isinstance(value, Tensor) and value.ndim else copy.copy(value)
-                for key, value in found.items()
-            }
+            optimizer.state[p] = {key: _place(optimizer, p, key, value) for key, value in found.items()}
 
 
 def _save(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -36,15 +33,28 @@ def _save(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
+def _place(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, value: Any) -> Any:
+    """Return a copy where the optimizer wants it: as torch does when it loads its own state."""
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    policy: Any = torch.optim.Optimizer._process_value_according_to_param_policy
+    return policy(parameter, value.clone(), 0, [{**_group(optimizer, parameter), "params": [0]}], key)
+
+
+def _group(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+
 def _blank(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return zeros shaped like the state after a first step, found by a step of a copy on a parameter of zeros.
 
     Distributed checkpoints are read into tensors that are there already.
     """
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    group = _group(optimizer, parameter)
     trial = torch.nn.Parameter(torch.zeros_like(parameter))
     trial.grad = torch.zeros_like(parameter)
-    shadow: Any = copy.copy(optimizer)
+    shadow: Any = object.__new__(type(optimizer))  # a copy would go through the optimizer's pickling
+    shadow.__dict__.update(optimizer.__dict__)
     shadow.state = defaultdict(dict)
     shadow.param_groups = [{**group, "params": [trial]}]
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -23,11 +23,16 @@ Factors = dict[str, dict[str, Tensor]]
 """Batch factors, and moments, by layer and key."""
 
 
-def finish_alone(runner: Runner, measured: Measured, names: Iterable[str]) -> Factors:
-    """Return batch factors of layers from this rank's own sums."""
+def finish_alone(
+    runner: Runner, measured: Measured, names: Iterable[str], mean_terms: Tensor | float | None = None
+) -> Factors:
+    """Return batch factors of layers from this rank's own sums. ``mean_terms``: of the ranks, None: this one's."""
     scale: Tensor | float = 1.0
     if measured.layers:
-        scale = measured.unit * measured.terms if runner.by_terms else measured.unit / measured.terms
+        scale = measured.unit / measured.terms
+        if runner.by_terms:
+            terms = measured.terms if mean_terms is None else mean_terms
+            scale = scale * terms * terms
     batch: Factors = {}
     for name in names:
         sums = measured.layers[name]
@@ -49,6 +54,14 @@ def local_sums(runner: Runner, measured: Measured) -> Named:
     return sums
 
 
+def see_rows(measured: Measured, seen: dict[str, float]) -> None:
+    """Note the most rows of each layer in a step; -1 where the host does not know."""
+    for name, sums in measured.layers.items():
+        rows = -1.0 if isinstance(sums.rows, Tensor) else sums.rows
+        before = seen.get(name, 0.0)
+        seen[name] = -1.0 if min(rows, before) < 0 else max(rows, before)
+
+
 FEW_ELEMENTS = 1024
 """Of a factor's rows: a network takes longer to start than to send them."""
 
@@ -68,10 +81,9 @@ def worth_as_rows(layer: LayerSpec, placement: Placement, number: int) -> list[t
     ]
 
 
-def local_rows(runner: Runner, measured: Measured) -> tuple[Named, bool]:
-    """Return this rank's rows, scaled as the sums are, and whether the plan has room for all of them."""
+def local_rows(runner: Runner, measured: Measured) -> Named:
+    """Return this rank's rows, scaled as the sums are; NaN where the plan does not have room for all of them."""
     rows: Named = {}
-    fits = True
     for name, key, room in runner.plan.rows:
         sums = measured.layers.get(name)
         pieces = None if sums is None else sums.pieces.get(key)
@@ -80,13 +92,9 @@ def local_rows(runner: Runner, measured: Measured) -> tuple[Named, bool]:
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         root = measured.unit**0.5
         rows[name, key] = over_terms(key, joined, root)[:room]
-        fits = fits and len(joined) <= room
-    return rows, fits
-
-
-def all_finite_rows(rows: Iterable[Tensor], device: torch.device) -> Tensor:
-    totals = [t.sum().to(device, torch.float64) for t in rows]
-    return torch.isfinite(torch.stack(totals)).all() if totals else torch.ones((), dtype=torch.bool, device=device)
+        if len(joined) > room:  # the owner will see that it cannot use them
+            rows[name, key] = torch.full_like(rows[name, key], torch.nan)
+    return rows
 
 
 def over_terms(key: str, total: Tensor, unit: Tensor | float) -> Tensor:
@@ -104,10 +112,8 @@ class Reduced:
         error, runner.tape.error = runner.tape.error, None
         sums = local_sums(runner, measured)
         device = good.device
-        rows, fits = local_rows(runner, measured)
-        good = good & stages.all_finite(sums.values(), device) & all_finite_rows(rows.values(), device)
-        if not fits:
-            good = torch.zeros_like(good)
+        rows = local_rows(runner, measured)
+        good = good & stages.all_finite(sums, device)
         header = _header(runner, measured, good, error, sums)
         scales: Named = {}
         if runner.plan.wire_dtype == "float16":  # little range: first agree on what to divide by
@@ -126,13 +132,14 @@ class Reduced:
         runner.note_failure(self.num_failed, error)
         self.good = ((self.num_bad == 0) & (self.num_failed == 0)).to(device)
         own = [n for n, p in runner.placements.items() if p.statistics == (runner.rank,) and n in measured.layers]
-        self.batch = finish_alone(runner, measured, own)
+        self.batch = finish_alone(runner, measured, own, self.terms / exchange.world_size)
         self.absorb: dict[str, Tensor] = {}
         """Whether a layer was measured at all, and its sums survived the wire."""
         self._divide(runner, exchange, totals)
         for name, factors in self.batch.items():
             ran = self.absorb.get(name, self.good)
-            self.absorb[name] = ran.to(device) & stages.all_finite(factors.values(), device)
+            named = {(name, key): factor for key, factor in factors.items()}
+            self.absorb[name] = ran.to(device) & stages.all_finite(named, device)
 
     def _divide(self, runner: Runner, exchange: Exchange, totals: Named) -> None:
         scale = self.terms / exchange.world_size**2 if runner.by_terms else 1 / self.terms
@@ -142,10 +149,9 @@ class Reduced:
                 continue
             i = runner.index[name]
             factor = stages.batch_factor(key, total, self.rows[i].clamp(min=1), scale)
-            if key == "moments":  # of a layer called several times per example they mean nothing
-                factor = torch.where(self.again[i].to(factor.device) > 0, 0, factor)
             self.batch.setdefault(name, {})[key] = factor
-            self.absorb[name] = (self.calls[i] > 0) & (self.rows[i] > 0)
+            has_inputs = runner.by_name[name].spec.factors[0].key == "A"
+            self.absorb[name] = (self.calls[i] > 0) & (self.rows[i] > 0) if has_inputs else self.calls[i] > 0
 
 
 def _header(

@@ -79,6 +79,14 @@ def warn_of_partial_optimizer(optimizer: Any) -> None:
     )
 
 
+def warn_of_lost_optimizer(name: str) -> None:
+    warnings.warn(
+        f'this K-FAC state was saved with share="weights" and brings no optimizer state for layer {name!r}, whose '
+        f"momentum starts anew; load a distributed checkpoint with the share it was saved with",
+        stacklevel=3,
+    )
+
+
 def table(layers: list[Layer], left: list[Left], states: dict[str, LayerState]) -> str:
     """Return what is preconditioned, with which dimensions, and what is left to the optimizer and why."""
     rows = [("layer", "kind", "factors", "parameters", "")]

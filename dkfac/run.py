@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dkfac import health, lengths, reduce, shares, stages
-from dkfac.checkpoint import Holding, Loaded
+from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
 from dkfac.layers.layer import Layer, read_grad
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
 from dkfac.overlap import Overlap
-from dkfac.plan.plan import Plan
+from dkfac.plan.plan import Holding, Plan
 from dkfac.plan.program import expand
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
@@ -55,13 +55,12 @@ class Runner:
         """Counters and norms that live on the device."""
         self._health = health.Watch()
         self._error: BaseException | None = None
-        self._lacking: set[str] = set()
-        self._resumed = False
         self._last_reduced: reduce.Reduced | None = None
         self._rows_seen: dict[str, float] = {}
         """Most rows of a layer in a step since the last refresh; -1: not known to the host."""
         self._flag: Tensor | None = None
         """Whether a rank failed in the last measured step, on its way to the host."""
+        self._arrived: torch.cuda.Event | None = None
 
     def _overlap(self) -> None:
         if self.exchange is not None and self.settings.overlap and self.settings.fisher != "exact":
@@ -70,44 +69,28 @@ class Runner:
 
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
-        layer, placement = self.by_name[name], self.placements[name]
-        keys = [factor.key for factor in layer.spec.factors]
-        uses = self.rank in placement.preconditioned_by or (
-            self.plan.moments and shares.has_moments(layer.spec) and self.rank in placement.statistics
-        )
-        by = zip(keys, placement.decomposed_by, strict=True)
-        return Holding(
-            running=frozenset(k for k, ranks in zip(keys, placement.factors, strict=True) if self.rank in ranks),
-            decompositions=frozenset(k for k, ranks in by if uses or self.rank in ranks),
-            moments=self.plan.moments and shares.has_moments(layer.spec) and self.rank in placement.preconditioned_by,
-        )
+        return self.plan.holding(name, self.rank)
 
     def steps(self, name: str) -> bool:
         """Whether this rank's optimizer steps a layer."""
         return self.plan.share == "gradients" or self.rank in self.placements[name].preconditioned_by
 
     def resume(self, loaded: Loaded) -> None:
-        """Go on from a loaded state; the ranks compare theirs at the next step."""
+        """Go on from a loaded state. A collective call."""
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
         self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
-        self._lacking = set(loaded.lacking)
-        self._resumed = True
         self._flag = None
-        if self.exchange is None:
-            self._start_anew(self._lacking)
+        self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
         self.publish_bases()
 
-    def _compare_resumed(self) -> None:
-        """After loading: the same step everywhere, and layers that a rank lacks start anew on all."""
-        if not self._resumed or self.exchange is None:
-            return
-        self._resumed = False
-        missing = [float(layer.name in self._lacking) for layer in self.layers]
-        told = self.exchange.gather_numbers([float(self.step), *missing])
+    def _lacking(self, exchange: Exchange, loaded: Loaded) -> set[str]:
+        """Return the layers that a rank lacks; all ranks load the same step."""
+        missing = [float(layer.name in loaded.lacking) for layer in self.layers]
+        told = exchange.gather_numbers([float(self.step), *missing])
         steps = [int(numbers[0]) for numbers in told]
         if len(set(steps)) > 1:
             raise RuntimeError(f"ranks resumed at different steps {steps}: load the same K-FAC state on all ranks")
-        self._start_anew({la.name for i, la in enumerate(self.layers) if any(row[1 + i] > 0 for row in told)})
+        return {la.name for i, la in enumerate(self.layers) if any(row[1 + i] > 0 for row in told)}
 
     def _start_anew(self, names: set[str]) -> None:
         for name in names:
@@ -132,21 +115,19 @@ class Runner:
         timer = self.tape.timer
         for layer in self.layers:
             self.states[layer.name].follow(layer.weight, layer.dtype)
-        self._raise_what_failed(wait=True)
-        self._compare_resumed()
+        self._raise_what_failed()
+        self._check_placement()
         norms = stages.gradient_norms(parameters, device)
         good = stages.are_finite(norms, getattr(optimizer, "found_inf", None), device)
         good_batch = good
         if self.measuring:
             measured = self.tape.take()
             self.notices.accumulation(measured.num_passes)
-            self._see_rows(measured)
+            reduce.see_rows(measured, self._rows_seen)
             if self.exchange is None:
                 self.notices.capture(measured.layers, measured.num_passes)
             with timer.stage("average", device):
                 good_batch = self._average(measured, good, device)
-            if self.exchange is not None:
-                good = good_batch
         with timer.stage("decompose", device):
             self._decompose()
         with timer.stage("precondition", device):
@@ -160,14 +141,25 @@ class Runner:
     def shadow_step(self) -> None:
         """Take part in a step without a batch of one's own: no statistics, but the decompositions that are due."""
         device = self.layers[0].weight.device
-        self._raise_what_failed(wait=True)
-        self._compare_resumed()
+        self._raise_what_failed()
         good = torch.ones((), dtype=torch.bool, device=device)
         if self.measuring:
             good = self._average(self.tape.take(), good, device)
         self._decompose()
         self.count("skipped_batches", ~good)
         self.step += 1
+
+    def _check_placement(self) -> None:
+        """Refuse a model that was converted or moved after its plan was made."""
+        if self.exchange is None:
+            return
+        for layer in self.layers:
+            if str(layer.dtype) != f"torch.{layer.spec.dtype}" or layer.weight.device.type != self.exchange.device.type:
+                raise RuntimeError(
+                    f"layer {layer.name!r} was {layer.spec.dtype} on {self.exchange.device.type} when K-FAC was "
+                    f"attached and is {layer.dtype} on {layer.weight.device.type} now: with several ranks attach K-FAC "
+                    f"after the model is converted and moved"
+                )
 
     def count(self, name: str, happened: Tensor) -> None:
         count = happened.to(torch.float32)
@@ -181,14 +173,16 @@ class Runner:
         absorb: dict[str, Tensor] = {}
         if self.exchange is None:
             batch = reduce.finish_alone(self, measured, measured.layers)
-            good = good & stages.all_finite((t for factors in batch.values() for t in factors.values()), device)
+            named = {(name, key): t for name, factors in batch.items() for key, t in factors.items()}
+            good = good & stages.all_finite(named, device)
         else:
             reduced = reduce.Reduced(self, self.exchange, measured, good)
             batch, good, absorb = reduced.batch, reduced.good, reduced.absorb
             self._last_reduced = reduced
         for name, factors in batch.items():
             layer, state = self.by_name[name], self.states[name]
-            stages.average(layer, state, factors, decay=decay, good=good & absorb.get(name, good))
+            once = None if self._last_reduced is None else self._last_reduced.again[self.index[name]] == 0
+            stages.average(layer, state, factors, decay=decay, good=good & absorb.get(name, good), once=once)
         for name in self.tape.without_moments:
             self.states[name].moments = None
         return good
@@ -201,14 +195,20 @@ class Runner:
     def note_failure(self, flag: Tensor, error: BaseException | None) -> None:
         """Keep a rank's error until all ranks have seen its flag: on the CPU now, on a GPU at the next step."""
         self._error = error
-        self._flag = flag if flag.device.type == "cpu" else flag.to("cpu", non_blocking=True)
-        self._raise_what_failed(wait=flag.device.type == "cpu")
+        self._flag = flag
+        if flag.device.type == "cuda":
+            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(flag.device))
+        else:
+            self._raise_what_failed()
 
-    def _raise_what_failed(self, *, wait: bool) -> None:
-        if self._flag is None or not wait or self.exchange is None:
+    def _raise_what_failed(self) -> None:
+        if self._flag is None or self.exchange is None:
             return
-        if self.exchange.device.type == "cuda":
-            torch.cuda.current_stream(self.exchange.device).synchronize()
+        if self._arrived is not None:
+            self._arrived.synchronize()  # recorded a step ago
         flag, self._flag = self._flag, None
         if float(flag) > 0:
             self.exchange.raise_everywhere(self._error)
@@ -223,8 +223,7 @@ class Runner:
         measured = shares.agree_on_means(self)
         due = [layer for layer in (self.layers if self.decomposing else new) if layer.name in measured]
         if self.exchange is not None and self.measuring:
-            self.notices.capture(measured, 0)
-            self._choose_overlapped()
+            self._look_at_calls()
             if self.decomposing and self.settings.wire_form == "rows":
                 self._choose_rows(self.exchange)
         if not due:
@@ -257,13 +256,21 @@ class Runner:
             clipped_share=float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
         )
 
-    def _choose_overlapped(self) -> None:
-        """Let those layers leave early that every rank called once per pass. Waits for the device."""
-        overlap, reduced = self.tape.overlap, self._last_reduced
-        if overlap is None or overlap.layers or reduced is None or float(reduced.num_passes) == 0:
+    def _look_at_calls(self) -> None:
+        """Draw conclusions from how often all ranks together called the layers. Waits for the device."""
+        reduced = self._last_reduced
+        if reduced is None or float(reduced.num_bad) > 0 or float(reduced.calls.sum()) == 0:
             return
-        once = ((reduced.calls == reduced.num_passes) & (reduced.again == 0)).tolist()
-        overlap.layers = frozenset(la.name for la, flag in zip(self.layers, once, strict=True) if flag)
+        calls, again = reduced.calls.tolist(), reduced.again.tolist()
+        alone = {n for n, p in self.placements.items() if len(p.statistics) == 1}  # others' calls are not counted
+        self.notices.capture({name for name, i in self.index.items() if calls[i] > 0} | alone, 0)
+        twice = {name for name, i in self.index.items() if again[i] > 0}
+        self.tape.give_up_moments(twice, warn=self.rank == 0)
+        overlap = self.tape.overlap
+        if overlap is not None and not overlap.layers:
+            passes = float(reduced.num_passes)
+            once = {name for name, i in self.index.items() if calls[i] == passes and again[i] == 0}
+            overlap.layers = frozenset(once)
 
     def _choose_rows(self, exchange: Exchange) -> None:
         """Let rows travel instead of sums where every rank had few of them; a new plan, agreed by what was gathered."""
@@ -279,12 +286,6 @@ class Runner:
             self.tape.as_rows = {(name, key) for name, key, _ in wanted}
             self._overlap()
 
-    def _see_rows(self, measured: Measured) -> None:
-        for name, sums in measured.layers.items():
-            rows = -1.0 if isinstance(sums.rows, Tensor) else sums.rows
-            seen = self._rows_seen.get(name, 0.0)
-            self._rows_seen[name] = -1.0 if min(rows, seen) < 0 else max(rows, seen)
-
     def publish_bases(self) -> None:
         """Let the tape measure EKFAC's moments in the bases now in use."""
         if self.settings.curvature != "ekfac":
@@ -292,7 +293,7 @@ class Runner:
         self.tape.bases = {
             layer.name: basis
             for layer in self.layers
-            if shares.has_moments(layer.spec)
+            if layer.spec.has_moments
             and layer.name not in self.tape.without_moments
             and self.rank in self.placements[layer.name].statistics
             and (basis := self.states[layer.name].basis()) is not None
@@ -318,7 +319,12 @@ class Runner:
             if self.rank in self.placements[layer.name].preconditioned_by:
                 raw = read_grad(layer)
                 assert raw is not None
-                update = stages.direction(layer, self.states[layer.name], raw, self.settings, self.step)
+                try:
+                    update = stages.direction(layer, self.states[layer.name], raw, self.settings, self.step)
+                except Exception as error:
+                    if self.exchange is None:
+                        raise
+                    self.tape.error, update = self.tape.error or error, raw  # told in the next header
                 sane[layer.name] = torch.isfinite(stages.norms([update], update.device)[0])
                 updates[layer.name] = torch.where(sane[layer.name], update, raw)
         if self.exchange is not None and self.plan.share == "gradients":

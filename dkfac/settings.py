@@ -30,6 +30,10 @@ Share = Literal["gradients", "weights"]
 Fusion = Literal["one", "optimal", "spd"]
 
 
+SCHEDULES = ("damping", "norm_damping", "factor_decay", "kl_clip")
+"""Settings that may be functions of the step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     damping: Scheduled = 3e-4

@@ -13,14 +13,13 @@ from dkfac.exchange import Exchange, unpack_factor, vector
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.ops.pack import pack_triangle
-from dkfac.plan.program import Part, has_moments
+from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
 from dkfac.refresh import RUNGS, Rung
+from dkfac.settings import SCHEDULES
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
-
-__all__ = ["has_moments"]
 
 Found = dict[str, dict[str, tuple[Decomposition | None, Rung]]]
 """By layer and key: a decomposition and the rung that produced it."""
@@ -48,13 +47,17 @@ def agree_on_means(runner: Runner) -> set[str]:
     joined = torch.cat([m.to(device, torch.float64) for m in means])
     flags = vector(has, device)
     if runner.exchange is not None:
-        together = runner.exchange.sum_vector("means", torch.cat([flags, joined]))
+        scheduled = [runner.settings.at(name, runner.step) for name in SCHEDULES]
+        told = vector([*scheduled, *(value * value for value in scheduled)], device)
+        together = runner.exchange.sum_vector("means", torch.cat([told, flags, joined]))
+        _check_schedules(together[: len(told)].tolist(), runner.exchange.world_size, runner.step)
+        together = together[len(told) :]
         flags, joined = together[: len(has)], together[len(has) :]
-    told, position = iter(flags.tolist()), 0
+    counts, position = iter(flags.tolist()), 0
     measured: set[str] = set()
     for layer in runner.layers:
         state = runner.states[layer.name]
-        complete = min(next(told) for _ in layer.spec.factors) > 0
+        complete = min(next(counts) for _ in layer.spec.factors) > 0
         found = {}
         for factor in layer.spec.factors:
             found[factor.key] = joined[position : position + factor.num_blocks].to(layer.weight.device, layer.dtype)
@@ -63,6 +66,17 @@ def agree_on_means(runner: Runner) -> set[str]:
             state.means = found
             measured.add(layer.name)
     return measured
+
+
+def _check_schedules(sums: list[float], world_size: int, step: int) -> None:
+    """Raise on all ranks if they do not all have the same damping, decay and clip."""
+    for i, name in enumerate(SCHEDULES):
+        total, squares = sums[i], sums[i + len(SCHEDULES)]
+        if world_size * squares - total * total > 1e-9 * total * total:
+            raise RuntimeError(
+                f"{name} is not the same on all ranks at step {step} (its mean is {total / world_size:g}): a schedule "
+                f"must not depend on what one rank alone knows; reduce the loss it follows first"
+            )
 
 
 def agree_on_rungs(

@@ -42,9 +42,9 @@ def layer_norm(layer: Layer, found: dict[int, Tensor]) -> Tensor:
     return mine[0] if len(mine) == 1 else torch.stack(mine).square().sum().sqrt()
 
 
-def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+def all_finite(named: dict[tuple[str, str], Tensor], device: torch.device) -> Tensor:
     """Whether all factors and moments are finite, as a tensor. A factor with a bad entry has a bad trace."""
-    traces = [(mean_eigenvalue(t) if t.shape[-1] == t.shape[-2] else t).sum().to(device) for t in tensors]
+    traces = [(t if key == "moments" else mean_eigenvalue(t)).sum().to(device) for (_, key), t in named.items()]
     if not traces:
         return torch.ones((), dtype=torch.bool, device=device)
     return torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
@@ -59,11 +59,17 @@ def _near(value: Tensor | float, like: Tensor) -> Tensor | float:
     return value.to(like.device, like.dtype) if isinstance(value, Tensor) else value
 
 
-def average(layer: Layer, state: LayerState, batch: dict[str, Tensor], *, decay: float, good: Tensor) -> None:
-    """Absorb a layer's batch factors, and moments, into the running ones unless ``good`` is False."""
+def average(
+    layer: Layer, state: LayerState, batch: dict[str, Tensor], *, decay: float, good: Tensor, once: Tensor | None = None
+) -> None:
+    """Absorb a layer's batch factors, and moments, into the running ones unless ``good`` is False.
+
+    ``once``: whether no rank called the layer several times per example, for which moments mean nothing.
+    """
     good = good.to(layer.weight.device)
     for key, value in batch.items():
         if key == "moments":
+            good = good if once is None else good & once.to(good.device)
             if state.moments is None:
                 state.moments = Average.empty(value)
             state.moments.update(value, decay, good)

@@ -276,17 +276,26 @@ class Tape:
         basis = self.bases.get(layer.name)
         if basis is not None and sums.called_again:
             # An example's gradient is the sum over the calls, which are seen one at a time.
-            self.bases.pop(layer.name)
             sums.moments = None
-            self.without_moments.add(layer.name)
-            warnings.warn(
-                f'layer {layer.name!r} is called several times per example: curvature="ekfac" keeps K-FAC\'s '
-                f"eigenvalues for it",
-                stacklevel=2,
-            )
+            if not self.defer_errors:  # several ranks decide together, at the next refresh
+                self.give_up_moments({layer.name}, warn=True)
         elif basis is not None and rows.a is not None:
             moments = moment_sum(layer, rows.a, rows, basis) * weight
             sums.moments = moments if sums.moments is None else sums.moments.add_(moments)
+
+    def give_up_moments(self, names: set[str], *, warn: bool) -> None:
+        """EKFAC: keep K-FAC's eigenvalues for layers that are called several times per example."""
+        if self.settings.curvature != "ekfac":
+            return
+        for name in sorted(names - self.without_moments):
+            self.bases.pop(name, None)
+            self.without_moments.add(name)
+            if warn:
+                warnings.warn(
+                    f'layer {name!r} is called several times per example: curvature="ekfac" keeps K-FAC\'s eigenvalues '
+                    f"for it",
+                    stacklevel=2,
+                )
 
     @staticmethod
     def _keep(sums: Sums, key: str, value: Tensor, *, as_rows: bool) -> None:

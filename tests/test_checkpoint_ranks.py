@@ -148,9 +148,8 @@ def resume_at_different_steps(rank, world_size):
     run = Run(rank, world_size, strategy="sharded").train(0, 2)
     state = run.kfac.state_dict()
     state["step"] += rank == 1
-    run.kfac.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"different steps \[2, 3\]"):
-        run.train(2, 3)
+        run.kfac.load_state_dict(state)
 
 
 def test_ranks_that_resume_at_different_steps_are_told():
@@ -188,7 +187,7 @@ def load_distributed(rank, path):
     return results
 
 
-def test_a_distributed_checkpoint_of_four_processes_loads_on_one_two_and_three(tmp_path):
+def test_a_distributed_checkpoint_of_four_processes_loads_on_one_and_three(tmp_path):
     on_processes(4, save_distributed, tmp_path)
     expected = [straight(solver=options.get("solver", "eigen")) for options in SAVED]
     with warnings.catch_warnings():

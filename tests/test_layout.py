@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "refresh": {"ops", "settings"},
     "stages": {"layers", "ops", "refresh", "settings", "state"},
     "exchange": {"comm", "ops", "plan"},
-    "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "stages"},
+    "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "settings", "stages"},
     "run": {
         "checkpoint",
         "exchange",

@@ -57,7 +57,8 @@ def covering():
 
 @pytest.mark.parametrize(("world_size", "strategy", "net"), list(covering()))
 def test_threads_train_like_one_process(world_size, strategy, net):
-    assert_parity(world_size, strategy=strategy, net=net, **({} if world_size < 4 else RARELY))
+    rhythm = {"factor_interval": 10, "inverse_interval": 10} if world_size > 8 else RARELY
+    assert_parity(world_size, strategy=strategy, net=net, **({} if world_size < 3 else rhythm))
 
 
 @pytest.mark.slow

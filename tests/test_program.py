@@ -13,6 +13,7 @@ from helpers_training import attach, backward, build
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dkfac.comm import collectives
+from dkfac.plan.program import NUM_SCHEDULES
 
 WIRED = {"all-reduce": "all_reduce", "all-gather": "all_gather"}
 WIRED |= dict.fromkeys(("reduce-scatter", "collect", "deal"), "all_to_all")
@@ -161,7 +162,8 @@ class Answers:
         stage = sizes[buffer.numel()] if buffer.dtype == torch.float64 else "factors"
         by = [len(ranks) for placement in plan.placements for ranks in placement.decomposed_by]
         if stage == "means":
-            buffer.fill_(1.0)
+            buffer[: 2 * NUM_SCHEDULES] *= plan.world_size  # the others have the same damping
+            buffer[2 * NUM_SCHEDULES :] = 1.0
         elif stage == "status":
             buffer.copy_(torch.tensor([0.0, *by, *by]))
         return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +17,17 @@ from dkfac.plan.plan import Ranks
 def world_size(group: Any = None) -> int:
     """Return the number of ranks; 1 where torch.distributed is not in use."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+_KEPT: WeakKeyDictionary[Any, dict[Ranks, Any]] = WeakKeyDictionary()
+"""Groups below a user's own group."""
+
+
+def of_model(model: Any) -> Any:
+    """Return the process group of a DDP, None if it is the whole world's or the model is no DDP."""
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    return None if model.process_group is dist.group.WORLD else model.process_group
 
 
 def ddp_will_synchronise() -> bool:
@@ -31,6 +44,11 @@ class Groups:
         self.parent = parent
         self.world_size = world_size(parent)
         self.rank = dist.get_rank(parent)
+        if self.rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process_group that was given: attach K-FAC with the group that "
+                f"it is in"
+            )
         self._global = tuple(range(self.world_size)) if parent is None else tuple(dist.get_process_group_ranks(parent))
         self._groups: dict[Ranks, Any] = {}
         # What a process still holds of a group when the interpreter is torn down aborts it.
@@ -52,10 +70,16 @@ class Groups:
         if ranks in self._groups:
             return self._groups[ranks]
         members = [self._global[rank] for rank in ranks]
-        # Other replicas of the user's own group make theirs at the same time, unknown to us.
-        group = dist.new_group(members, use_local_synchronization=self.parent is not None)
-        self._groups[ranks] = group
-        return group
+        if self.parent is None:
+            self._groups[ranks] = dist.new_group(members)
+            return self._groups[ranks]
+        # Other replicas of the user's own group make theirs at the same time, unknown to us. Such a group is named by
+        # its members, and its name cannot be used twice: it is kept for the next K-FAC.
+        kept = _KEPT.setdefault(self.parent, {})
+        if ranks not in kept:
+            kept[ranks] = dist.new_group(members, use_local_synchronization=True)
+        self._groups[ranks] = kept[ranks]
+        return kept[ranks]
 
     def get(self, ranks: Ranks) -> Any:
         return self._groups[ranks]
@@ -67,8 +91,9 @@ class Groups:
         """Give the groups back, unless torch.distributed has ended already."""
         groups = list(self._groups.items())
         self._groups.clear()
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self.parent is not None:
             return
         for ranks, group in groups:
             if self.rank in ranks:
-                dist.destroy_process_group(group)
+                with contextlib.suppress(ValueError, KeyError):  # it went with a world that has ended
+                    dist.destroy_process_group(group)

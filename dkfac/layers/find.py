@@ -150,6 +150,8 @@ def _reason(module: nn.Module, parent: nn.Module | None, allowed: set[int] | Non
         return "its weight is computed (parametrization or weight norm), not a parameter"
     weight = module._parameters["weight"]
     assert weight is not None
+    if isinstance(module, nn.SyncBatchNorm):
+        return "it normalises with the statistics of all ranks"
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention applies it without calling it"
     if not weight.requires_grad:

@@ -29,6 +29,15 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """What of a layer a rank holds."""
+
+    running: frozenset[str]
+    decompositions: frozenset[str]
+    moments: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     strategy: str
     world_size: int
@@ -73,6 +82,20 @@ class Plan:
 
     def placement(self, name: str) -> Placement:
         return next(p for layer, p in zip(self.layers, self.placements, strict=True) if layer.name == name)
+
+    def holding(self, name: str, rank: int) -> Holding:
+        """Return what of a layer a rank holds. EKFAC measures moments in bases, so who measures holds those too."""
+        layer = next(layer for layer in self.layers if layer.name == name)
+        placement = self.placement(name)
+        keys = [factor.key for factor in layer.factors]
+        moments = self.moments and layer.has_moments
+        uses = rank in placement.preconditioned_by or (moments and rank in placement.statistics)
+        by = zip(keys, placement.decomposed_by, strict=True)
+        return Holding(
+            running=frozenset(k for k, ranks in zip(keys, placement.factors, strict=True) if rank in ranks),
+            decompositions=frozenset(k for k, ranks in by if uses or rank in ranks),
+            moments=moments and rank in placement.preconditioned_by,
+        )
 
     def to_json(self) -> str:
         """Return the plan as text; equal sets of ranks are written once."""
@@ -142,14 +165,12 @@ class Plan:
     def memory_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes of running factors and of decompositions that a rank holds between steps."""
         factors = decompositions = 0
-        for layer, placement in zip(self.layers, self.placements, strict=True):
-            size = _BYTES[layer.dtype]
-            for factor, held, by in zip(layer.factors, placement.factors, placement.decomposed_by, strict=True):
-                if rank in held:
-                    factors += size * factor.num_elements
-                if rank in by or rank in placement.preconditioned_by or (self.moments and rank in placement.statistics):
-                    elements = factor.eigen_elements if self.solver != "cholesky" else factor.num_elements
-                    decompositions += size * elements
+        for layer in self.layers:
+            size, holding = _BYTES[layer.dtype], self.holding(layer.name, rank)
+            for factor in layer.factors:
+                factors += size * factor.num_elements * (factor.key in holding.running)
+                elements = factor.eigen_elements if self.solver != "cholesky" else factor.num_elements
+                decompositions += size * elements * (factor.key in holding.decompositions)
         return {"factors": factors, "decompositions": decompositions}
 
 

@@ -15,6 +15,9 @@ How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-ga
 reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These are all-to-alls; the last two move
 only what is not in place yet."""
 
+NUM_SCHEDULES = 4
+"""Damping, norm damping, decay and clip: compared at each refresh, as values and squares."""
+
 HEADER_FIXED = 4
 """The header begins with the number of terms, the bad flag, the error flag and the number of backward passes."""
 
@@ -131,7 +134,7 @@ def expand(plan: Plan) -> Program:
     transfers = [_small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + traces)]
     transfers += _reductions(plan, everyone)
     transfers += _rows(plan, everyone)
-    transfers.append(_small("means", everyone, num_factors + blocks))
+    transfers.append(_small("means", everyone, 2 * NUM_SCHEDULES + num_factors + blocks))
     transfers.append(_small("status", everyone, 1 + 2 * num_factors))
     transfers += _shares("decompositions", _decompositions(plan))
     gradients = list(_gradients(plan))
@@ -171,7 +174,7 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         measured = [
             (layer, Part(layer.name, "moments", layer.grad_elements, _single(placement.preconditioned_by)))
             for layer, placement in zip(plan.layers, plan.placements, strict=True)
-            if has_moments(layer) and len(placement.statistics) > 1
+            if layer.has_moments and len(placement.statistics) > 1
         ]
         buckets.append(measured)
     for number, items in enumerate(buckets):
@@ -200,11 +203,6 @@ def _rows(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         yield Transfer("factors", "rows", everyone, dtype, tuple(sorted(parts, key=lambda part: part.owner)), -1)
 
 
-def has_moments(layer: LayerSpec) -> bool:
-    """Whether EKFAC measures second moments of a layer."""
-    return layer.kind in ("linear", "conv", "conv1d-transposed")
-
-
 Share = tuple[Ranks, str, Part]
 """A group, a dtype and what its owner sends to the others."""
 
@@ -212,7 +210,7 @@ Share = tuple[Ranks, str, Part]
 def _decompositions(plan: Plan) -> Iterator[Share]:
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         receivers = set(placement.preconditioned_by)
-        if plan.moments and has_moments(layer):
+        if plan.moments and layer.has_moments:
             receivers |= set(placement.statistics)
         for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
             if len(by) == 1 and receivers - set(by):

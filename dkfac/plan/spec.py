@@ -52,6 +52,11 @@ class LayerSpec:
         return next(factor for factor in self.factors if factor.key == key)
 
     @property
+    def has_moments(self) -> bool:
+        """Whether EKFAC measures second moments of the layer."""
+        return self.kind in ("linear", "conv", "conv1d-transposed")
+
+    @property
     def grad_shape(self) -> tuple[int, int, int]:
         """Of the canonical gradient, ``[blocks, out, in]``."""
         out = self.factors[-1]
