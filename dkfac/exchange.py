@@ -110,8 +110,11 @@ class Exchange:
             launched.append((transfer, pending))
         return launched
 
-    def finish_rows(self, launched: list[tuple[Transfer, Pending]]) -> Named:
-        """Wait for rows and return the sums of their products, of the factors that this rank is to hold."""
+    def finish_rows(self, launched: list[tuple[Transfer, Pending]], scale: Callable[[Part], Tensor]) -> Named:
+        """Wait for rows and return the sums of their products, of the factors that this rank is to hold.
+
+        ``scale``: what a sum is multiplied by; it is the rows that are, which are fewer.
+        """
         result: Named = {}
         for transfer, pending in launched:
             mine = [part for part in transfer.parts if part.owner == self.rank]
@@ -121,7 +124,9 @@ class Exchange:
                 dim = self._factors[part.layer, part.key].dim
                 rows = received[:, position : position + part.elements].reshape(-1, 1, 1, dim)
                 position += part.elements
-                result[part.layer, part.key] = gram(rows, ones=False, dtype=self._dtypes[part.layer])
+                dtype = self._dtypes[part.layer]
+                rows = rows.to(dtype) * scale(part).sqrt().to(rows.device, dtype)
+                result[part.layer, part.key] = gram(rows, ones=False, dtype=dtype)
         return result
 
     def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from dkfac import stages
+from dkfac.comm.collectives import Pending
 from dkfac.exchange import Exchange, Named
 from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.plan.plan import Placement
-from dkfac.plan.program import HEADER_FIXED
+from dkfac.plan.program import HEADER_FIXED, Part, Transfer
 from dkfac.plan.spec import LayerSpec
 from dkfac.tape import Measured
 
@@ -121,11 +122,12 @@ class Reduced:
             names = _scaled_names(runner)
             scales = {name: _power_of_two(told[i - len(names)]) for i, name in enumerate(names)}
             launched = exchange.launch_rest(sums, scales)
+            sent = exchange.launch_rows(rows)
         else:
             launched = exchange.launch_rest(sums, scales)
+            sent = exchange.launch_rows(rows)
             told = exchange.sum("header", header)
-        sent = exchange.launch_rows(rows)
-        totals = exchange.finish_factors(launched, scales) | exchange.finish_rows(sent)
+        totals = exchange.finish_factors(launched, scales)
         num = len(runner.layers)
         self.terms, self.num_bad, self.num_failed, self.num_passes = told[:HEADER_FIXED]
         self.rows, self.calls, self.again = (told[HEADER_FIXED + i * num :][:num] for i in range(3))
@@ -136,13 +138,30 @@ class Reduced:
         self.absorb: dict[str, Tensor] = {}
         """Whether a layer was measured at all, and its sums survived the wire."""
         self._divide(runner, exchange, totals)
+        self._multiply(runner, exchange, sent)
         for name, factors in self.batch.items():
             ran = self.absorb.get(name, self.good)
             named = {(name, key): factor for key, factor in factors.items()}
             self.absorb[name] = ran.to(device) & stages.all_finite(named, device)
 
+    def _scale(self, runner: Runner, exchange: Exchange) -> Tensor:
+        """Return what sums over terms are multiplied by."""
+        scale: Tensor = self.terms / exchange.world_size**2 if runner.by_terms else 1 / self.terms
+        return scale
+
+    def _multiply(self, runner: Runner, exchange: Exchange, sent: list[tuple[Transfer, Pending]]) -> None:
+        """Form the batch factors that travelled as rows."""
+        scale = self._scale(runner, exchange)
+
+        def scale_of(part: Part) -> Tensor:
+            return 1 / self.rows[runner.index[part.layer]].clamp(min=1) if part.key == "A" else scale
+
+        for (name, key), factor in exchange.finish_rows(sent, scale_of).items():
+            self.batch.setdefault(name, {})[key] = factor
+            self.absorb[name] = self.calls[runner.index[name]] > 0
+
     def _divide(self, runner: Runner, exchange: Exchange, totals: Named) -> None:
-        scale = self.terms / exchange.world_size**2 if runner.by_terms else 1 / self.terms
+        scale = self._scale(runner, exchange)
         for (name, key), total in totals.items():
             holding = runner.holds(name)
             if key not in holding.running and not (key == "moments" and holding.moments):

@@ -79,7 +79,8 @@ def average(
 
 def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
     """Return the mean eigenvalues, per block, of the running factors held here."""
-    return {key: mean_of_live(layer, key, silence_bias(layer, key, r.mean())) for key, r in state.running.items()}
+    return {key: mean_of_live(layer, key, silence_bias(layer, key, r.value)) / r.guarded_weight()
+            for key, r in state.running.items()}  # fmt: skip
 
 
 def decompose(

@@ -29,7 +29,11 @@ class Average:
 
     def mean(self) -> Tensor:
         """Return the average; zero before the first value."""
-        return self.value / self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
+        return self.value / self.guarded_weight()
+
+    def guarded_weight(self) -> Tensor:
+        """Return the weight, never zero."""
+        return self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
 
 
 @dataclass(slots=True)

@@ -156,6 +156,28 @@ def test_ranks_that_resume_at_different_steps_are_told():
     on_threads(2, resume_at_different_steps, 2)
 
 
+def bytes_held(rank, world_size, options):
+    run = Run(rank, world_size, **options).train(0, 5)
+    states = run.kfac.state_dict()["layers"].values()
+    running = [t["value"] for state in states for t in state["running"].values()]
+    decomposed = [t for state in states for d in state["decompositions"].values() for n, t in d.items() if n != "form"]
+    report = run.kfac.report()
+    small = sum(t.numel() * t.element_size() for state in states for t in state["means"].values())
+    small += sum(t["weight"].element_size() for state in states for t in state["running"].values())
+    held = sum(t.numel() * t.element_size() for t in (*running, *decomposed))
+    return held, report["rank_memory_bytes"], report["total_memory_bytes"] - small
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "comm-opt", "hybrid-opt", "replicated", "local"])
+def test_factors_and_decompositions_live_only_where_the_plan_says(strategy):
+    found = on_threads(4, bytes_held, 4, {"strategy": strategy})
+    assert [held for held, *_ in found] == found[0][1]
+    assert [really for *_, really in found] == found[0][1]
+    if strategy in ("sharded", "local"):
+        alone = bytes_held(0, 1, {})[0]
+        assert sum(found[0][1]) == alone
+
+
 # --- torch.distributed.checkpoint ----------------------------------------------------------------------------
 
 WEIGHTS = {"strategy": "sharded", "share": "weights"}

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "owned": {"layers"},
     "lengths": {"layers", "ops", "run", "stages"},
     "overlap": {"comm", "exchange", "layers", "reduce", "sums", "tape"},
-    "reduce": {"exchange", "ops", "plan", "run", "stages", "tape"},
+    "reduce": {"comm", "exchange", "ops", "plan", "run", "stages", "tape"},
     "timing": set(),
     "notices": {"layers"},
     "health": set(),
