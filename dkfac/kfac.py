@@ -282,7 +282,8 @@ class KFAC:
 
     def _is_dummy(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
-        if optimizer.state or any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if optimizer.state or any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
             return False
         return not any(bool(p.grad.any()) for p in self._parameters() if p.grad is not None)
 
