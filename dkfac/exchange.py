@@ -199,7 +199,10 @@ class Exchange:
         return result
 
     def gather_numbers(self, values: list[float]) -> list[list[float]]:
-        """Return every rank's numbers, on every rank. Not part of the program: once, after loading a state."""
+        """Return every rank's numbers, on every rank: after loading, and at refreshes where rows may travel.
+
+        The only collective of a step that its program does not list, since it decides on the next program.
+        """
         gathered = collectives.all_gather(vector(values, self.device), self.groups.everyone).wait()
         numbers: list[list[float]] = gathered.view(self.world_size, -1).tolist()
         return numbers

@@ -183,6 +183,8 @@ class Runner:
             layer, state = self.by_name[name], self.states[name]
             once = None if self._last_reduced is None else self._last_reduced.again[self.index[name]] == 0
             stages.average(layer, state, factors, decay=decay, good=good & absorb.get(name, good), once=once)
+        if self._last_reduced is not None:
+            self._last_reduced.batch = {}  # as large as the running factors; only the counts are looked at again
         for name in self.tape.without_moments:
             self.states[name].moments = None
         return good
@@ -194,8 +196,7 @@ class Runner:
 
     def note_failure(self, flag: Tensor, error: BaseException | None) -> None:
         """Keep a rank's error until all ranks have seen its flag: on the CPU now, on a GPU at the next step."""
-        self._error = error
-        self._flag = flag
+        self._error, self._flag = error, flag
         if flag.device.type == "cuda":
             self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
             self._flag.copy_(flag, non_blocking=True)
@@ -218,6 +219,8 @@ class Runner:
     def _decompose(self) -> None:
         """Refresh the decompositions; between refreshes only those of layers first seen since the last."""
         new = [layer for layer in self.layers if self.states[layer.name].decomposed_at < 0]
+        if self.exchange is None:  # what was never called needs no look, which would wait for the device
+            new = [layer for layer in new if self.states[layer.name].running]
         if not self.decomposing and not (self.measuring and new):
             return
         measured = shares.agree_on_means(self)

@@ -108,6 +108,8 @@ class Everything(nn.Module):
         self.gn = nn.GroupNorm(2, 4)
         self.conv3 = nn.Conv3d(4, 2, 1, bias=False)
         self.head = nn.Linear(10, 3)
+        self.unused = nn.Linear(3, 3)
+        """A layer that is never called must not make every factor step look for it."""
 
     def forward(self, index):
         x = self.ln(F.relu(self.mix(self.rms(self.embed(index))), inplace=True)).mT
