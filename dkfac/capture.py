@@ -45,7 +45,7 @@ def _record(
 ) -> None:
     tape = _TAPES.get(handle)
     if tape is not None:
-        tape.record(index, x, g, _numbers(sizes, examples, terms), batch_stats)
+        tape.record(index, x, g, _numbers(sizes, examples, terms), batch_stats, at_once=True)
 
 
 @_record.register_fake

@@ -161,6 +161,7 @@ class KFAC:
         the others an empty dict. It loads on any number of ranks under any strategy.
         """
         runner = self._runner
+        runner.settle()
         counters = {**runner.counters, "abandoned": self._tape.num_abandoned}
         state = checkpoint.save(
             runner.states,

@@ -70,7 +70,8 @@ class Overlap:
             total: Tensor | None = None
             count: Tensor | float = 0.0
             dim = tape.settings.batch_dim
-            for rows in rows_of(layer, x, output.detach(), examples=examples, batch_dim=dim, batch_stats=False):
+            y, sample = output.detach(), tape.sample
+            for rows in rows_of(layer, x, y, examples=examples, batch_dim=dim, batch_stats=False, sample=sample):
                 value, number = input_sum(layer, rows, tape.next_mask, tape.settings)
                 total = value if total is None else total.add_(value)
                 count = count + number

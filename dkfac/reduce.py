@@ -12,10 +12,11 @@ from dkfac import stages
 from dkfac.comm.collectives import Pending
 from dkfac.exchange import Exchange, Named
 from dkfac.ops.decompose import mean_eigenvalue
+from dkfac.ops.fused import absorb_
 from dkfac.plan.plan import Placement
 from dkfac.plan.program import HEADER_FIXED, Part, Transfer
 from dkfac.plan.spec import LayerSpec
-from dkfac.tape import Measured
+from dkfac.window import Measured
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -24,16 +25,68 @@ Factors = dict[str, dict[str, Tensor]]
 """Batch factors, and moments, by layer and key."""
 
 
-def finish_alone(
-    runner: Runner, measured: Measured, names: Iterable[str], mean_terms: Tensor | float | None = None
-) -> Factors:
-    """Return batch factors of layers from this rank's own sums. ``mean_terms``: of the ranks, None: this one's."""
-    scale: Tensor | float = 1.0
-    if measured.layers:
-        scale = measured.unit / measured.terms
-        if runner.by_terms:
-            terms = measured.terms if mean_terms is None else mean_terms
-            scale = scale * terms * terms
+def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float) -> Tensor:
+    """Absorb this rank's own sums into the running factors, those of one shape together, unless anything in them is not
+    finite; returns whether it was good."""
+    scale = _scale_alone(runner, measured)
+    found = []
+    traces: list[Tensor] = []
+    for stack in runner.stacks:
+        sums = [measured.layers.get(layer.name) for layer in stack.layers]
+        for factor in stack.layers[0].spec.factors:
+            key = factor.key
+            totals = [None if s is None else s.factors.pop(key, None) for s in sums]
+            first = next((t for t in totals if t is not None), None)
+            if first is None:
+                continue
+            total = torch.cat([torch.zeros_like(first) if t is None else t for t in totals])
+            traces.append(mean_eigenvalue(total).sum().to(good.device))
+            scales: list[Tensor | float] = [scale] * len(stack)
+            if key == "A":
+                scales = [1.0 if s is None else 1 / s.rows for s in sums]
+            found.append((stack, key, total, scales, tuple(t is not None for t in totals)))
+    moments = {name: s.moments for name, s in measured.layers.items() if s.moments is not None}
+    traces += [m.sum().to(good.device) for m in moments.values()]
+    if traces:
+        good = good & torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
+    for stack, key, total, scales, ran in found:
+        names = {layer.name for layer, has in zip(stack.layers, ran, strict=True) if has}
+        values, weights = stack.running(runner.states, key, names)
+        here = good.to(stack.device) & stages.constant(ran, stack.device)
+        flat = (len(stack), -1)
+        absorb_(values.view(flat), total.view(flat), decay, _vector(scales, values), here)
+        weights.copy_(torch.where(here, weights * decay + 1, weights))
+    for name, moment in moments.items():
+        layer, state = runner.by_name[name], runner.states[name]
+        batch = {"moments": stages.batch_factor("moments", moment, 1.0, scale)}
+        stages.average(layer, state, batch, decay=decay, good=good)
+    return good
+
+
+def _vector(values: list[Tensor | float], like: Tensor) -> Tensor:
+    """Return numbers, some of which may be on the device, as one tensor there."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return stages.constant(tuple(values), like.device, like.dtype)
+    if all(value is values[0] for value in values):
+        return torch.as_tensor(values[0]).to(like.device, like.dtype).expand(len(values)).contiguous()
+    parts = [v if isinstance(v, Tensor) else torch.full((), v, device=like.device) for v in values]
+    return torch.stack([part.to(like.device, like.dtype) for part in parts])
+
+
+def _scale_alone(runner: Runner, measured: Measured, mean_terms: Tensor | float | None = None) -> Tensor | float:
+    """Return what this rank's sums of gradients' products are multiplied by."""
+    if not measured.layers:
+        return 1.0
+    scale = measured.unit / measured.terms
+    if runner.by_terms:
+        terms = measured.terms if mean_terms is None else mean_terms
+        scale = scale * terms * terms
+    return scale
+
+
+def finish_alone(runner: Runner, measured: Measured, names: Iterable[str], mean_terms: Tensor | float) -> Factors:
+    """Return batch factors of layers that this rank alone measures. ``mean_terms``: of the ranks."""
+    scale = _scale_alone(runner, measured, mean_terms)
     batch: Factors = {}
     for name in names:
         sums = measured.layers[name]

@@ -12,19 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac import health, lengths, reduce, shares, stages
+from dkfac import health, reduce, renew, shares, stages, updates
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
-from dkfac.layers.layer import Layer, read_grad
+from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
+from dkfac.ops.precision import tf32
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Holding, Plan
 from dkfac.plan.program import expand
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
+from dkfac.stacks import make_stacks
 from dkfac.state import LayerState
-from dkfac.tape import Measured, Tape
+from dkfac.tape import Tape
+from dkfac.window import Measured
 
 
 class Runner:
@@ -48,6 +51,9 @@ class Runner:
         self._overlap()
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
+        self._renewal = renew.Renewal()
+        self._refreshed_at = -1
+        self._stack()
         self.step = 0
         self.measuring = self.decomposing = True
         self.counters: dict[str, int] = {"refreshes": 0, **dict.fromkeys(RUNGS, 0)}
@@ -67,6 +73,15 @@ class Runner:
             layers = frozenset() if self.tape.overlap is None else self.tape.overlap.layers
             self.tape.overlap = Overlap(self.exchange, self.tape, layers)
 
+    def _stack(self) -> None:
+        """Lay side by side what this rank preconditions."""
+        mine = [layer for layer in self.layers if self.rank in self.placements[layer.name].preconditioned_by]
+        self.stacks = make_stacks(mine)
+
+    def settle(self) -> None:
+        """Draw all conclusions from what was decomposed so far. Waits for the device."""
+        self._renewal.look(self, all_of_it=True)
+
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
         return self.plan.holding(name, self.rank)
@@ -80,6 +95,7 @@ class Runner:
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
         self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
         self._flag = None
+        self._renewal.forget()
         self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
         self.publish_bases()
 
@@ -106,6 +122,7 @@ class Runner:
     def plan_next(self) -> None:
         """Decide what the coming step measures, before its forward."""
         self.measuring, self.decomposing = self.settings.rhythm(self.step)
+        self.tape.begin_step(self.step)
 
     def take_step(self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any]) -> None:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
@@ -113,12 +130,13 @@ class Runner:
         gradients = [g._values() if g.is_sparse else g for g in gradients]
         device = gradients[0].device if gradients else self.layers[0].weight.device
         timer = self.tape.timer
-        for layer in self.layers:
-            self.states[layer.name].follow(layer.weight, layer.dtype)
+        moved = [self.states[layer.name].follow(layer.weight, layer.dtype) for layer in self.layers]
+        if any(moved):
+            self._stack()
         self._raise_what_failed()
         self._check_placement()
-        norms = stages.gradient_norms(parameters, device)
-        good = stages.are_finite(norms, getattr(optimizer, "found_inf", None), device)
+        norms = stages.Norms(parameters, device)
+        good = norms.are_finite(getattr(optimizer, "found_inf", None))
         good_batch = good
         if self.measuring:
             measured = self.tape.take()
@@ -128,13 +146,12 @@ class Runner:
                 self.notices.capture(measured.layers, measured.num_passes)
             with timer.stage("average", device):
                 good_batch = self._average(measured, good, device)
-        with timer.stage("decompose", device):
+        with timer.stage("decompose", device), tf32(False, device):
             self._decompose()
         with timer.stage("precondition", device):
-            self._precondition(optimizer, rates, norms, device)
-            bad = ~good
-            for gradient in gradients:
-                gradient.masked_fill_(bad.to(gradient.device), 0)
+            written = updates.precondition(self, optimizer, rates, norms, good, device)
+            rest = [p.grad for p in parameters if p.grad is not None and id(p) not in written]
+            stages.zero_where(~good, [g._values() if g.is_sparse else g for g in rest])
         self.count("skipped_batches", ~good_batch)
         self.step += 1
 
@@ -161,6 +178,12 @@ class Runner:
                     f"after the model is converted and moved"
                 )
 
+    def count_refresh(self) -> None:
+        """Count a refresh, once in a step."""
+        if self._refreshed_at != self.step:
+            self._refreshed_at = self.step
+            self.counters["refreshes"] += 1
+
     def count(self, name: str, happened: Tensor) -> None:
         count = happened.to(torch.float32)
         self.device[name] = count + self.device[name].to(count.device) if name in self.device else count
@@ -170,21 +193,16 @@ class Runner:
     def _average(self, measured: Measured, good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
-        absorb: dict[str, Tensor] = {}
         if self.exchange is None:
-            batch = reduce.finish_alone(self, measured, measured.layers)
-            named = {(name, key): t for name, factors in batch.items() for key, t in factors.items()}
-            good = good & stages.all_finite(named, device)
+            good = reduce.absorb_alone(self, measured, good, decay)
         else:
-            reduced = reduce.Reduced(self, self.exchange, measured, good)
-            batch, good, absorb = reduced.batch, reduced.good, reduced.absorb
-            self._last_reduced = reduced
-        for name, factors in batch.items():
-            layer, state = self.by_name[name], self.states[name]
-            once = None if self._last_reduced is None else self._last_reduced.again[self.index[name]] == 0
-            stages.average(layer, state, factors, decay=decay, good=good & absorb.get(name, good), once=once)
-        if self._last_reduced is not None:
-            self._last_reduced.batch = {}  # as large as the running factors; only the counts are looked at again
+            reduced = self._last_reduced = reduce.Reduced(self, self.exchange, measured, good)
+            good = reduced.good
+            for name, factors in reduced.batch.items():
+                once = reduced.again[self.index[name]] == 0
+                fit = good & reduced.absorb.get(name, good)
+                stages.average(self.by_name[name], self.states[name], factors, decay=decay, good=fit, once=once)
+            reduced.batch = {}  # as large as the running factors; only the counts are looked at again
         for name in self.tape.without_moments:
             self.states[name].moments = None
         return good
@@ -217,20 +235,30 @@ class Runner:
     # --- decompositions ------------------------------------------------------------------------------------
 
     def _decompose(self) -> None:
-        """Refresh the decompositions; between refreshes only those of layers first seen since the last."""
-        new = [layer for layer in self.layers if self.states[layer.name].decomposed_at < 0]
+        """Refresh the decompositions; between refreshes only those of layers first seen since the last.
+
+        One process improves those it has in place and without waiting; several, and what is new, go the careful way.
+        """
+        new = {layer.name for layer in self.layers if self.states[layer.name].decomposed_at < 0}
         if self.exchange is None:  # what was never called needs no look, which would wait for the device
-            new = [layer for layer in new if self.states[layer.name].running]
-        if not self.decomposing and not (self.measuring and new):
+            new = {name for name in new if self.states[name].running}
+        due = {layer.name for layer in self.layers} if self.decomposing else set()
+        if self.exchange is None:
+            due = self._renewal.run(self, new)
+        if not due and not (self.measuring and new):
             return
-        measured = shares.agree_on_means(self)
-        due = [layer for layer in (self.layers if self.decomposing else new) if layer.name in measured]
+        measured = shares.agree_on_means(self, due | new)
         if self.exchange is not None and self.measuring:
             self._look_at_calls()
             if self.decomposing and self.settings.wire_form == "rows":
                 self._choose_rows(self.exchange)
-        if not due:
-            return
+        layers = [layer for layer in self.layers if layer.name in due | new and layer.name in measured]
+        if layers:
+            self._decompose_with_care(layers)
+            if self.decomposing or new:
+                self.count_refresh()
+
+    def _decompose_with_care(self, due: list[Layer]) -> None:
         found: dict[str, dict[str, tuple[Decomposition | None, Rung]]] = {}
         error: BaseException | None = None
         try:
@@ -248,14 +276,17 @@ class Runner:
             stages.adopt(layer, state, rungs[layer.name], results[layer.name], self.settings.max_failures, self.step)
             for rung in rungs[layer.name].values():
                 self.counters[rung] += 1
-        self.counters["refreshes"] += 1
         self.notices.thawed()
         self.publish_bases()
         dominated = sum(stages.is_dominated(la, self.states[la.name], self.settings, self.step) for la in due)
+        self.watch(dominated / len(due))
+
+    def watch(self, dominated_share: float) -> None:
+        """Warn if K-FAC does not pay."""
         self._health.look(
             self.step,
             kfac_seconds=sum(self.tape.timer.seconds(wait=False).values()),
-            dominated_share=dominated / len(due),
+            dominated_share=dominated_share,
             clipped_share=float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
         )
 
@@ -301,48 +332,6 @@ class Runner:
             and self.rank in self.placements[layer.name].statistics
             and (basis := self.states[layer.name].basis()) is not None
         }
-
-    # --- gradients -----------------------------------------------------------------------------------------
-
-    def _precondition(
-        self, optimizer: Any, rates: dict[int, Any], norms: dict[int, Tensor], device: torch.device
-    ) -> None:
-        """Replace the gradients of the layers by preconditioned ones of the right length.
-
-        ``norms``: of the gradients, by the parameters' ids.
-        """
-        layers = [
-            layer
-            for layer in self.layers
-            if layer.weight.grad is not None and stages.is_ready(layer, self.states[layer.name])
-        ]
-        updates: dict[str, Tensor] = {}
-        sane: dict[str, Tensor] = {}
-        for layer in layers:
-            if self.rank in self.placements[layer.name].preconditioned_by:
-                raw = read_grad(layer)
-                assert raw is not None
-                try:
-                    update = stages.direction(layer, self.states[layer.name], raw, self.settings, self.step)
-                except Exception as error:
-                    if self.exchange is None:
-                        raise
-                    self.tape.error, update = self.tape.error or error, raw  # told in the next header
-                sane[layer.name] = torch.isfinite(stages.norms([update], update.device)[0])
-                updates[layer.name] = torch.where(sane[layer.name], update, raw)
-        if self.exchange is not None and self.plan.share == "gradients":
-            wanted = {layer.name for layer in layers}
-            for name, update in shares.share_gradients(self.exchange, updates).items():
-                sane.pop(name, None)  # a bad one went out as the raw gradient: the same on all ranks
-                if name in wanted:
-                    updates[name] = update
-        loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
-        lengths.rescale(self, lengths.Updates(layers, updates, sane), norms, rates, loss_scale, device)
-        if self.exchange is not None and self.plan.share == "weights":
-            for layer in self.layers:
-                if self.rank not in self.placements[layer.name].preconditioned_by:
-                    for parameter in layer.parameters():
-                        parameter.grad = None
 
     def share_weights(self) -> None:
         """After the optimizer's step: get the weights that their owners updated."""

@@ -86,6 +86,16 @@ class Settings:
     batch_dim: int = 0
     """Dimension of the examples in the model's first input."""
 
+    spread_refresh: int = 1
+    """One process: carry out a refresh over this many steps, some layers at each, instead of all in one."""
+
+    tf32: bool = True
+    """On a GPU, multiply the float32 matrices of factors and preconditioning as TF32; never those of decompositions."""
+
+    statistics_fraction: float = 1.0
+    """Share of positions (tokens) or, for convolutions, examples that factors are measured on, as 1/k; another part at
+    each step. Layers that see an example once use all."""
+
     norm_form: NormForm = "off"
     """Curvature of norm layers: 2x2 per channel, all channels together, diagonal, or left to the optimizer."""
 
@@ -162,6 +172,9 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise _bad(name, value, f"an integer >= {least}", consequence)
         self._check_rhythm()
+        fraction: Any = self.statistics_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
+            raise _bad("statistics_fraction", fraction, "a number > 0 and <= 1", "factors are measured on that share")
         if (
             isinstance(self.skip, str)
             or not isinstance(self.skip, Iterable)
@@ -169,7 +182,7 @@ class Settings:
         ):
             raise _bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
         object.__setattr__(self, "skip", tuple(self.skip))
-        for name in ("announce", "replicate_factors", "overlap"):
+        for name in ("announce", "replicate_factors", "overlap", "tf32"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False", "")
         self._check_distribution()
@@ -199,6 +212,11 @@ class Settings:
                 "warmup_refresh", warmup, "None or (every, until), integers >= 1", "early steps use it as a rhythm"
             )
         object.__setattr__(self, "warmup_refresh", tuple(warmup))
+
+    @property
+    def measure_every(self) -> int:
+        """Return k, where one row in k is measured."""
+        return round(1 / self.statistics_fraction)
 
     def _check_distribution(self) -> None:
         if self.overlap and self.wire_dtype == "float16":
@@ -230,6 +248,15 @@ class Settings:
                 factor_every = max(1, factor_every * every // inverse_every)
                 inverse_every = max(1, every // factor_every) * factor_every
         return step % factor_every == 0, step % inverse_every == 0
+
+    def refresh_slice(self, step: int) -> tuple[int, int]:
+        """Return which slice of a refresh this step carries out, -1 for none, and of how many."""
+        for since in range(min(self.spread_refresh, step + 1)):
+            if self.rhythm(step - since)[1]:
+                begin = step - since
+                gap = next((n for n in range(1, self.spread_refresh) if self.rhythm(begin + n)[1]), self.spread_refresh)
+                return since, gap
+        return -1, 1
 
     def at(self, name: str, step: int) -> float:
         """Return a scheduled setting's value at a step, checked as the constant is."""
@@ -290,5 +317,6 @@ _INTEGERS: tuple[tuple[str, int, str], ...] = (
     ("inverse_interval", 1, "it counts optimizer steps"),
     ("batch_dim", 0, "it is a dimension of the model's first input, counted from the front"),
     ("max_dim", 1, "no factor could be formed"),
+    ("spread_refresh", 1, "it counts steps"),
     ("max_failures", 1, "it counts failed decompositions in a row"),
 )

@@ -31,8 +31,9 @@ def decomposed_here(runner: Runner, layer: Layer) -> list[str]:
     return [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if runner.rank in ranks]
 
 
-def agree_on_means(runner: Runner) -> set[str]:
-    """Set the layers' mean eigenvalues on all ranks; returns which have statistics. Waits for the device."""
+def agree_on_means(runner: Runner, due: set[str]) -> set[str]:
+    """Set the mean eigenvalues of the layers that are due on all ranks; returns which layers have statistics. Waits for
+    the device."""
     has: list[Tensor | float] = []
     means: list[Tensor] = []
     for layer in runner.layers:
@@ -63,7 +64,8 @@ def agree_on_means(runner: Runner) -> set[str]:
             found[factor.key] = joined[position : position + factor.num_blocks].to(layer.weight.device, layer.dtype)
             position += factor.num_blocks
         if complete:
-            state.means = found
+            if layer.name in due:
+                state.means = found
             measured.add(layer.name)
     return measured
 

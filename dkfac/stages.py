@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops import precondition as ops
-from dkfac.ops.decompose import Decomposition, Inverse, mean_eigenvalue
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
 from dkfac.ops.rescale import match_norm
 from dkfac.refresh import Rung, refresh
 from dkfac.settings import Settings
+from dkfac.stacks import Stack
 from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silence_bias
 
-
-def gradient_norms(parameters: list[Tensor], device: torch.device) -> dict[int, Tensor]:
-    """Return the norms of the gradients that there are, by the parameters' ids."""
-    found = [(id(p), p.grad._values() if p.grad.is_sparse else p.grad) for p in parameters if p.grad is not None]
-    if not found:
-        return {}
-    return dict(zip((i for i, _ in found), norms([g for _, g in found], device).unbind(), strict=True))
+if TYPE_CHECKING:
+    from dkfac.run import Runner
 
 
-def are_finite(found: dict[int, Tensor], found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Whether gradients with these norms are finite, as a tensor: nothing waits for the device.
+class Norms:
+    """The norms of the gradients that there are."""
 
-    ``found_inf``: what a gradient scaler tells a fused optimizer.
-    """
-    good = torch.ones((), dtype=torch.bool, device=device)
-    if found:
-        good = torch.isfinite(torch.stack(list(found.values()))).all()
-    return good if found_inf is None else good & (found_inf.to(device).reshape(()) == 0)
+    def __init__(self, parameters: list[Tensor], device: torch.device) -> None:
+        found = [(id(p), p.grad._values() if p.grad.is_sparse else p.grad) for p in parameters if p.grad is not None]
+        self.place = {number: i for i, (number, _) in enumerate(found)}
+        self.values = norms([g for _, g in found], device)
+
+    def are_finite(self, found_inf: Tensor | None) -> Tensor:
+        """Whether all are finite, as a tensor. ``found_inf``: what a gradient scaler tells a fused optimizer."""
+        good = torch.isfinite(self.values).all()
+        return good if found_inf is None else good & (found_inf.to(good.device).reshape(()) == 0)
+
+    def of(self, layers: list[Layer]) -> Tensor:
+        """Return the norms of the layers' gradients, ``[layers]``."""
+        nothing = len(self.place)
+        places = [[self.place.get(id(p), nothing) for p in layer.parameters()] for layer in layers]
+        if all(len(place) == 1 for place in places):
+            return self.values[constant(tuple(place[0] for place in places), self.values.device)]
+        index = constant(tuple(place[i] if i < len(place) else nothing for place in places for i in (0, 1)),
+                         self.values.device)  # fmt: skip
+        squares = torch.cat([self.values.square(), self.values.new_zeros(1)])
+        return squares[index].view(-1, 2).sum(1).sqrt()
 
 
-def layer_norm(layer: Layer, found: dict[int, Tensor]) -> Tensor:
-    """Return the norm of a layer's gradient from those of its parameters."""
-    mine = [found[id(p)] for p in layer.parameters() if id(p) in found]
-    return mine[0] if len(mine) == 1 else torch.stack(mine).square().sum().sqrt()
+@lru_cache(maxsize=64)
+def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the same numbers as a tensor, copied to a device once."""
+    return torch.tensor(numbers, device=device, dtype=dtype)
 
 
 def all_finite(named: dict[tuple[str, str], Tensor], device: torch.device) -> Tensor:
@@ -146,9 +157,35 @@ def is_ready(layer: Layer, state: LayerState) -> bool:
     return len(state.decomposed) == len(layer.spec.factors)
 
 
-def direction(layer: Layer, state: LayerState, grad: Tensor, settings: Settings, step: int) -> Tensor:
-    """Return the preconditioned gradient of a layer that is ready."""
-    damping = damping_of(layer, state, settings, step)
+def stack_damping(stack: Stack, states: dict[str, LayerState], settings: Settings, step: int) -> Tensor | float:
+    """Return the damping of layers that are alike: a number, or ``[n * B, 1, 1]``."""
+    found = [damping_of(layer, states[layer.name], settings, step) for layer in stack.layers]
+    if not isinstance(found[0], Tensor):
+        return found[0]
+    each = torch.stack([torch.as_tensor(damping) for damping in found])
+    return each.repeat_interleave(stack.blocks)[:, None, None]
+
+
+def is_uniform(joined: dict[str, Decomposition], settings: Settings) -> bool:
+    """Whether the factors all have eigenbases and these are to be used, or all have inverses."""
+    return {type(d) for d in joined.values()} in ({Inverse}, {Eigen} if settings.solver != "cholesky" else {Inverse})
+
+
+def directions(stack: Stack, runner: Runner, grads: Tensor) -> Tensor:
+    """Return the preconditioned gradients of layers that are alike and ready."""
+    joined = stack.decompositions(runner.states)
+    assert joined is not None
+    bases = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
+    if bases:
+        damping = stack_damping(stack, runner.states, runner.settings, runner.step)
+        return ops.precondition_eigen(grads, bases, damping=damping)
+    return ops.precondition_inverse(grads, {key: d for key, d in joined.items() if isinstance(d, Inverse)})
+
+
+def direction(layer: Layer, runner: Runner, grad: Tensor) -> Tensor:
+    """Return the preconditioned gradient of one layer that is ready."""
+    state, settings = runner.states[layer.name], runner.settings
+    damping = damping_of(layer, state, settings, runner.step)
     basis = state.basis()
     if basis is not None and settings.solver != "cholesky":
         moments = None
@@ -194,8 +231,9 @@ def kl_products(
     result: list[Tensor] = []
     for layer, update in zip(layers, updates, strict=True):
         total = torch.zeros((), dtype=dtype, device=device)
-        for parameter, part in split_grad(layer, update):
-            assert parameter.grad is not None
+        for parameter, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
+            if parameter.grad is None:
+                continue
             product = (part * parameter.grad).sum().to(device, dtype) / (scale * scale)
             rate = rates.get(id(parameter), 0.0)
             rate = rate if isinstance(rate, Tensor) else float(rate)
@@ -204,8 +242,27 @@ def kl_products(
     return result
 
 
+BATCHED = 2**16
+"""Elements up to which gradients are zeroed together rather than one by one."""
+
+
+def zero_where(bad: Tensor, gradients: list[Tensor]) -> None:
+    """Set gradients to zero if ``bad``, whatever is in them, with few launches: there may be hundreds."""
+    small = [g for g in gradients if g.is_cuda and g.numel() <= BATCHED]
+    for gradient in gradients:
+        if not gradient.is_cuda or gradient.numel() > BATCHED:
+            gradient.masked_fill_(bad.to(gradient.device), 0)
+    for place in {(g.device, g.dtype) for g in small}:
+        alike = [g for g in small if (g.device, g.dtype) == place]
+        joined = torch.cat([g.reshape(-1) for g in alike]).masked_fill_(bad.to(place[0]), 0)
+        parts = torch.split(joined, [g.numel() for g in alike])
+        torch._foreach_copy_(alike, [part.view(g.shape) for part, g in zip(parts, alike, strict=True)])
+
+
 def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the Euclidean norm of each, ``[len(tensors)]``, at least in float32, on one device."""
+    if not tensors:
+        return torch.zeros(0, device=device)
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]  # a norm overflows float16 before its entries
     found = [n.to(device) for n in torch._foreach_norm(wide)]
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32

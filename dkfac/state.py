@@ -63,10 +63,11 @@ class LayerState:
         held += [t for d in self.decompositions.values() for t in d.tensors().values()]
         return held + list(self.means.values())
 
-    def follow(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def follow(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Move to where the weight is, and to the dtype of its factors, if the model was moved since."""
-        if all(t.device == weight.device and t.dtype == dtype for t in self.tensors()[:1]):
-            return
+        first = self.first_tensor()
+        if first is None or (first.device == weight.device and first.dtype == dtype):
+            return False
         for average in [*self.running.values(), *([] if self.moments is None else [self.moments])]:
             average.value, average.weight = (
                 average.value.to(weight.device, dtype),
@@ -76,6 +77,13 @@ class LayerState:
             moved = {name: t.to(weight.device, dtype) for name, t in decomposition.tensors().items()}
             self.decompositions[key] = from_tensors(moved)
         self.means = {key: t.to(weight.device, dtype) for key, t in self.means.items()}
+        return True
+
+    def first_tensor(self) -> Tensor | None:
+        """Return something that lives where all of it does."""
+        for average in self.running.values():
+            return average.value
+        return next(iter(self.tensors()), None)
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors())
@@ -86,7 +94,7 @@ def silence_bias(layer: Layer, key: str, factor: Tensor) -> Tensor:
 
     They become zero, not absent: the block of the weight is then exactly what it would be without a bias.
     """
-    if not _bias_is_silent(layer, key):
+    if not bias_is_silent(layer, key):
         return factor
     keep = torch.ones(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     keep[-1 if layer.kind != "norm-joint" else slice(factor.shape[-1] // 2, None)] = 0
@@ -96,13 +104,14 @@ def silence_bias(layer: Layer, key: str, factor: Tensor) -> Tensor:
 def mean_of_live(layer: Layer, key: str, factor: Tensor) -> Tensor:
     """Return the factor's mean eigenvalue per block, ``[B]``, over the rows that are not silenced."""
     mean = mean_eigenvalue(factor)
-    if not _bias_is_silent(layer, key):
+    if not bias_is_silent(layer, key):
         return mean
     dim = factor.shape[-1]
     return mean * (dim / (dim // 2 if layer.kind == "norm-joint" else dim - 1))
 
 
-def _bias_is_silent(layer: Layer, key: str) -> bool:
+def bias_is_silent(layer: Layer, key: str) -> bool:
+    """Whether a folded bias was frozen after attach and is to be left out of a factor."""
     return key != "G" and layer.has_bias and not layer.bias_is_live
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from dkfac.layers.conv import Conv, patches, patches_gram
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import Rows, regroup
 from dkfac.ops import factors as ops
@@ -14,22 +18,29 @@ from dkfac.settings import Settings
 
 
 def input_sum(
-    layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False
+    layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False, parts: int = 1
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the sum that A is made of, or the rows ``[R, D]`` whose products it sums, and what to divide by."""
-    assert rows.a is not None
+    """Return the sum that A is made of, or the rows ``[R, D]`` whose products it sums, and what to divide by.
+
+    ``parts``: of the examples, each a call of its own, that are summed apart: ``[parts * B, D, D]``.
+    """
     factor = layer.spec.factor("A")
-    a, kept = rows.a, rows.valid
-    if mask is not None and mask.numel() == a.shape[0] * a.shape[1]:
-        if 0 < settings.batch_dim < mask.ndim and a.shape[0] == rows.examples:
-            mask = mask.movedim(settings.batch_dim, 0)
-        mask = mask.reshape(a.shape[:2]).to(a.device, layer.dtype)
-        kept = mask if kept is None else kept * mask
     reduce = settings.weight_sharing == "reduce"
+    if rows.image is not None and mask is None and not reduce and not as_rows:
+        module = cast(Conv, layer.module)
+        total = patches_gram(module, rows.image, ones=layer.has_bias, dtype=layer.dtype, parts=parts)
+        return total, float(rows.g.shape[0] * rows.g.shape[1] // parts)
+    a, kept = inputs_of(layer, rows), rows.valid
+    n, s, *pick = (*a.shape[:2], slice(None), slice(None)) if rows.picked is None else rows.picked
+    if mask is not None and mask.numel() == n * s:
+        if 0 < settings.batch_dim < mask.ndim and n == rows.examples:
+            mask = mask.movedim(settings.batch_dim, 0)
+        mask = mask.reshape(n, s)[pick[0], pick[1]].to(a.device, layer.dtype)
+        kept = mask if kept is None else kept * mask
     if reduce:
         a = regroup(a, rows.examples, layer.name)
         kept = None if kept is None else regroup(kept, rows.examples, layer.name)
-    count: Tensor | float = float(a.shape[0] * (1 if reduce else a.shape[1]))
+    count: Tensor | float = float(a.shape[0] // parts * (1 if reduce else a.shape[1]))
     if not reduce and kept is not None:
         count = kept.sum()
     if factor.form == "diagonal":
@@ -42,8 +53,20 @@ def input_sum(
         ones = flat.new_ones(len(flat), 1 if layer.has_bias else 0)
         flat = torch.cat([flat, ones], dim=1)
         return flat if kept is None else flat * kept.reshape(-1, 1), count
-    total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept)
-    return ops.in_weight_order(total, rows.taps), count
+    total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept, parts=parts)
+    return ops.in_weight_order(total, _taps(layer, rows)), count
+
+
+def inputs_of(layer: Layer, rows: Rows) -> Tensor:
+    """Return ``[N, S, B, I]``: a convolution's patches, ordered by tap and channel, or what the layer saw."""
+    if rows.image is not None:
+        return patches(cast(Conv, layer.module), rows.image)
+    assert rows.a is not None
+    return rows.a
+
+
+def _taps(layer: Layer, rows: Rows) -> int:
+    return 1 if rows.image is None else math.prod(cast(Conv, layer.module).kernel_size)
 
 
 def gradient_sum(
@@ -54,6 +77,7 @@ def gradient_sum(
     settings: Settings,
     *,
     as_rows: bool = False,
+    parts: int = 1,
 ) -> Tensor:
     """Return the sum that G, or a norm layer's F, is made of, times a weight; or the rows whose products it sums."""
     g = rows.g
@@ -64,21 +88,21 @@ def gradient_sum(
     if as_rows:
         return g.reshape(-1, g.shape[-1]).to(layer.dtype) * weight**0.5
     if isinstance(weight, Tensor):
-        return ops.gram(g, ones=False, dtype=layer.dtype) * weight
-    return ops.gram(g, ones=False, dtype=layer.dtype, scale=weight)
+        return ops.gram(g, ones=False, dtype=layer.dtype, parts=parts) * weight
+    return ops.gram(g, ones=False, dtype=layer.dtype, scale=weight, parts=parts)
 
 
-def moment_sum(layer: Layer, a: Tensor, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
+def moment_sum(layer: Layer, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
     """Sum over examples of the squared gradient in the eigenbasis, ``[B, O, I]``."""
     q_a, q_g = basis["A"].vectors, basis["G"].vectors
     assert q_a is not None
     assert q_g is not None
-    a = regroup(a, rows.examples, layer.name).to(layer.dtype)
+    a = regroup(inputs_of(layer, rows), rows.examples, layer.name).to(layer.dtype)
     g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
     q_a, q_g = q_a.to(a), q_g.to(g)  # the model may have been converted since
-    if rows.taps > 1:
-        channels = a.shape[-1] // rows.taps
-        order = torch.arange(a.shape[-1], device=a.device).view(channels, rows.taps).mT.reshape(-1)
+    taps = _taps(layer, rows)
+    if taps > 1:
+        order = torch.arange(a.shape[-1], device=a.device).view(-1, taps).mT.reshape(-1)
         last = torch.arange(a.shape[-1], q_a.shape[1], device=a.device)
         q_a = q_a[:, torch.cat([order, last])]
     if layer.has_bias:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from dkfac.layers.layer import Layer
-from dkfac.layers.rows import Rows, rows_of
+from dkfac.layers.rows import Rows, Sample, rows_of
 from dkfac.ops.decompose import Eigen
+from dkfac.ops.precision import tf32
 from dkfac.settings import Settings
 from dkfac.sums import gradient_sum, input_sum, moment_sum
 from dkfac.timing import StageTimer
+from dkfac.waiting import Waiting
+from dkfac.window import Measured, Sums, Terms, Window
 
 if TYPE_CHECKING:
     from dkfac.overlap import Overlap
@@ -25,53 +28,6 @@ NEVER_STEPPED = 500
 """Backward passes without a step after which something must be wrong."""
 
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-
-
-@dataclass(slots=True)
-class Sums:
-    """One layer's sums over its calls in a step."""
-
-    factors: dict[str, Tensor] = field(default_factory=dict)
-    moments: Tensor | None = None
-    rows: Tensor | float = 0.0
-    """What A is divided by: rows, or examples under ``reduce``."""
-    pieces: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Rows ``[R, D]`` of the factors that travel as rows, instead of their sums."""
-    calls: int = 0
-    last_call: tuple[int, int | None] = (0, None)
-    """The backward pass, and column of the exact Fisher, that the last call belonged to."""
-    called_again: bool = False
-
-
-@dataclass(slots=True)
-class Measured:
-    """What one rank measured in a step: sums, and what they are to be divided by."""
-
-    layers: dict[str, Sums]
-    terms: Tensor | float
-    num_passes: int
-    unit: Tensor | float
-    """What sums of gradients are multiplied by to be sums over terms."""
-
-
-@dataclass(slots=True)
-class Terms:
-    """How many terms of the loss a backward pass was a mean of, and which positions count."""
-
-    number: Tensor | float
-    mask: Tensor | None = None
-
-
-@dataclass(slots=True)
-class Window:
-    """Everything measured since the last step."""
-
-    layers: dict[str, Sums] = field(default_factory=dict)
-    num_passes: int = 0
-    terms: Tensor | float = 0.0
-    scaler_epoch: object = None
-    filled: bool = False
-    """Whether the last pass left gradients on the weights, as ``backward()`` does and ``autograd.grad`` does not."""
 
 
 class Tape:
@@ -88,6 +44,8 @@ class Tape:
         """EKFAC: layers whose moments cannot be measured."""
         self.column: int | None = None
         """Exact Fisher: which column of the Hessian's root is being propagated; None in the user's backward."""
+        by_example = settings.weight_sharing == "reduce" or settings.curvature == "ekfac"
+        self.sample = Sample(settings.measure_every, 0, by_example)
         self._scaler = scaler
         self._pending_terms: Terms | None = None
         self._terms: Terms | None = None
@@ -98,6 +56,9 @@ class Tape:
         """Keep an error of the capture for the step, where other ranks are told of it."""
         self.error: BaseException | None = None
         self.timer = StageTimer()
+        self.waiting = Waiting(self)
+        self.waits = True
+        """Whether calls may be summed later than they are recorded."""
         self._lock = threading.RLock()
         self._task = -1
         self._counted = False
@@ -111,6 +72,10 @@ class Tape:
             raise RuntimeError("with overlap=True call set_terms(n, mask) before the forward, which measures inputs")
         self._pending_terms = Terms(number, mask)
 
+    def begin_step(self, step: int) -> None:
+        """Choose which rows the coming step measures, if not all."""
+        self.sample = replace(self.sample, turn=step)
+
     @property
     def next_mask(self) -> Tensor | None:
         """Of the next backward pass, as far as it was said."""
@@ -123,6 +88,7 @@ class Tape:
     def discard(self) -> None:
         """Forget what was measured since the last step."""
         self.window = Window()
+        self.waiting.clear()
         if self.overlap is not None:
             self.overlap.reset()
 
@@ -158,7 +124,17 @@ class Tape:
 
     def leave(self) -> None:
         self._task = -1
+        self.flush()
         self.window.filled = not self._no_gradients()
+
+    def flush(self) -> None:
+        """Sum the calls that wait."""
+        try:
+            self.waiting.flush()
+        except Exception as error:
+            if not self.defer_errors:
+                raise
+            self.error = self.error or error
 
     def _gradients_are_gone(self) -> bool:
         """Whether ``zero_grad()`` was called since the last pass: a dropped step, or the other half of a GAN."""
@@ -188,8 +164,14 @@ class Tape:
     def mask(self) -> Tensor | None:
         return None if self._terms is None else self._terms.mask
 
-    def record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool) -> None:
-        """Add one call of a layer, from inside its backward. ``sizes``: examples, and terms of the loss."""
+    def record(
+        self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, *, at_once: bool = False
+    ) -> None:
+        """Add one call of a layer, from inside its backward. ``sizes``: examples, and terms of the loss.
+
+        ``at_once``: the tensors' memory is used for others afterwards, as compiled code does.
+        """
+        self.waits = not at_once
         try:
             self._record(index, x, g, sizes, batch_stats)
         except Exception as error:
@@ -216,17 +198,34 @@ class Tape:
             sums.called_again |= call == sums.last_call
             sums.last_call = call
             sums.calls += 1
+            may_wait = not isinstance(weight, Tensor) and self._may_wait(layer.name)
+            if may_wait and self.waiting.add(layer, sums, x, g, examples, float(weight)):
+                return
         batch_dim = self.settings.batch_dim
         no_autocast = torch.autocast(device.type, enabled=False)
         early = None if self.overlap is None else self.overlap.take_input(layer.name)
-        with torch.no_grad(), no_autocast, self.timer.stage("capture", device):
+        with torch.no_grad(), no_autocast, self.timer.stage("capture", device), tf32(self.settings.tf32, device):
             if early is not None:
-                _accumulate(sums.factors, "A", early[0])
+                sums.add("A", early[0])
                 sums.rows = sums.rows + early[1]
-            for rows in rows_of(layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats):
+            for rows in rows_of(
+                layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats, sample=self.sample
+            ):
                 self._add(layer, sums, rows, weight, has_input=early is not None)
         if self.overlap is not None:
             self.overlap.note_recorded(layer, called_again=sums.called_again)
+
+    def _may_wait(self, name: str) -> bool:
+        """Whether a call is plain enough to be summed later, with others."""
+        return (
+            self.waits
+            and self.mask is None
+            and self.settings.weight_sharing == "expand"
+            and self.settings.fisher == "empirical"
+            and self.settings.curvature == "kfac"
+            and (self.overlap is None or not self.overlap.active)
+            and all(other != name for other, _ in self.as_rows)
+        )
 
     def gradient_scale(self) -> Tensor | float:
         """What the loss, and so every gradient, is multiplied by for half precision."""
@@ -246,6 +245,7 @@ class Tape:
 
     def take(self) -> Measured:
         """Return what was measured since the last call and start anew."""
+        self.flush()
         window, unit = self.window, self.unit()
         self.window, self._task = Window(), -1
         self._num_passes_without_step = 0
@@ -262,6 +262,7 @@ class Tape:
         return passes * passes / (loss_scale * loss_scale)
 
     def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float, *, has_input: bool) -> None:
+        weight = weight * rows.ratio
         for factor in layer.spec.factors:
             if factor.key == "A":
                 if not self.column and not has_input:
@@ -279,8 +280,8 @@ class Tape:
             sums.moments = None
             if not self.defer_errors:  # several ranks decide together, at the next refresh
                 self.give_up_moments({layer.name}, warn=True)
-        elif basis is not None and rows.a is not None:
-            moments = moment_sum(layer, rows.a, rows, basis) * weight
+        elif basis is not None:
+            moments = moment_sum(layer, rows, basis) * weight
             sums.moments = moments if sums.moments is None else sums.moments.add_(moments)
 
     def give_up_moments(self, names: set[str], *, warn: bool) -> None:
@@ -302,7 +303,7 @@ class Tape:
         if as_rows:
             sums.pieces.setdefault(key, []).append(value)
         else:
-            _accumulate(sums.factors, key, value)
+            sums.add(key, value)
 
 
 def reaches(weight: Tensor) -> bool:
@@ -323,10 +324,3 @@ def reaches(weight: Tensor) -> bool:
 def _here(value: Tensor | float, like: Tensor | float) -> Tensor | float:
     """Return the value where the other is, if both are tensors."""
     return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
-
-
-def _accumulate(sums: dict[str, Tensor], key: str, value: Tensor) -> None:
-    if key in sums:
-        sums[key] += value
-    else:
-        sums[key] = value

@@ -50,6 +50,9 @@ NUMBERS = {
     "batch_dim": (">= 0", [-1, 0.0, "0", None, True]),
     "max_dim": (">= 1", [0, -5, 8192.0, None, "big", True]),
     "max_failures": (">= 1", [0, -1, 1.5, None, True]),
+    "spread_refresh": (">= 1", [0, -1, 2.5, None, True]),
+    "statistics_fraction": ("> 0 and <= 1", [0, -0.5, 1.5, None, True, "half"]),
+    "tf32": ("True or False", [1, None, "yes"]),
     "worker_fraction": ("> 0 and <= 1", [0, 0.0, -0.5, 1.5, math.nan, math.inf, "0.5", True]),
 }
 OTHERS = {

@@ -133,15 +133,15 @@ def failing_direction(rank):
 
 
 def test_an_error_while_preconditioning_on_one_rank_is_raised_on_all_at_the_next_measurement(monkeypatch):
-    direction, calls = stages.direction, []
+    directions, calls = stages.directions, []
 
-    def fails(layer, *args):
+    def fails(stack, *args):
         if dist.get_rank() == 1 and len(calls) < 1:
-            calls.append(layer.name)
+            calls.append(stack)
             raise torch.OutOfMemoryError("no memory left")
-        return direction(layer, *args)
+        return directions(stack, *args)
 
-    monkeypatch.setattr(stages, "direction", fails)
+    monkeypatch.setattr(stages, "directions", fails)
     (first, at), (second, at_too) = on_threads(2, failing_direction)
     assert at == at_too == 1
     assert "rank 1 failed" in first

@@ -62,31 +62,8 @@ class Layer:
             yield bias
 
 
-def read_grad(layer: Layer) -> Tensor | None:
-    """Return the gradient as ``[B, O, I]`` in the layer's arithmetic dtype; None if the weight has none.
-
-    A folded bias without a gradient (frozen after attach) counts as zero.
-    """
-    if layer.weight.grad is None:
-        return None
-    weight, bias = layer.weight.grad.to(layer.dtype), layer.bias
-    if layer.is_norm:
-        both = weight.reshape(1, -1)
-        if bias is not None:
-            both = torch.cat([both, _bias_grad(bias, layer.dtype).reshape(1, -1)])
-        return both.mT.unsqueeze(-1) if layer.kind == "norm-unit" else both.reshape(1, -1, 1)
-    if layer.kind in ("conv1d-transposed", "embedding"):
-        weight = weight.mT
-    blocks = layer.spec.factor("G").num_blocks
-    matrix = weight.reshape(blocks, weight.shape[0] // blocks, -1)
-    if bias is not None:
-        column = _bias_grad(bias, layer.dtype).reshape(blocks, -1, 1)
-        matrix = torch.cat([matrix, column], dim=-1)
-    return matrix
-
-
-def split_grad(layer: Layer, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return ``(parameter, its part of a canonical gradient)`` for the parameters that have a gradient."""
+def split_grad(layer: Layer, grad: Tensor) -> list[Tensor]:
+    """Return the parameters' parts of a canonical gradient, shaped like them, in the order of ``parameters()``."""
     bias = layer.bias
     if layer.is_norm:
         unit = layer.kind == "norm-unit"
@@ -97,11 +74,5 @@ def split_grad(layer: Layer, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         bias_part = grad[..., -1]
         if layer.kind in ("conv1d-transposed", "embedding"):
             weight_part = weight_part[0].mT
-    parts = [(layer.weight, weight_part.reshape(layer.weight.shape))]
-    if bias is not None and bias.grad is not None:
-        parts.append((bias, bias_part.reshape(bias.shape)))
-    return parts
-
-
-def _bias_grad(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(bias, dtype=dtype) if bias.grad is None else bias.grad.to(dtype)
+    parts = [weight_part.reshape(layer.weight.shape)]
+    return parts if bias is None else [*parts, bias_part.reshape(bias.shape)]

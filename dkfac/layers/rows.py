@@ -7,14 +7,14 @@ kinds differ in a few lines each and the regrouping by example is common to all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dkfac.layers.conv import strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.norm import normalised
 
@@ -25,25 +25,63 @@ PATCH_BYTES = 256 * 2**20
 @dataclass(frozen=True, slots=True)
 class Rows:
     a: Tensor | None
-    """``[N, S, B, I]``; token numbers ``[N, S]`` for embeddings; None for norm layers. No bias column."""
+    """``[N, S, B, I]``, no bias column; token numbers ``[N, S]`` of embeddings; None for norm layers, convolutions."""
     g: Tensor
     """``[N, S, B, O]``, as autograd gave it: not scaled."""
     examples: int
     """How many of the model's examples these rows stem from; they may differ from N until regrouped."""
     valid: Tensor | None = None
     """``[N, S]`` in {0, 1}: rows that exist for the parameters (an embedding's padding row does not)."""
-    taps: int = 1
-    """Of a convolution: the features of ``a`` are ordered by tap, then channel; the weight's the other way round."""
+    image: Tensor | None = None
+    """Of a convolution: its input ``[N, C, ...]``."""
+    picked: tuple[int, int, slice, slice] | None = None
+    """Of a sample: N and S of all rows, and which of them these are."""
+
+    @property
+    def ratio(self) -> float:
+        """How many rows of the layer there are for each of these."""
+        if self.picked is None:
+            return 1.0
+        n, s, examples, positions = self.picked
+        return n * s / (len(range(n)[examples]) * len(range(s)[positions]))
 
 
-def rows_of(layer: Layer, x: Tensor, g: Tensor, *, examples: int, batch_dim: int, batch_stats: bool) -> Iterator[Rows]:
-    """Yield the rows of one call of a layer, a piece of the batch at a time."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Which rows a step measures: one in ``every``, another one at each ``turn``."""
+
+    every: int = 1
+    turn: int = 0
+    by_example: bool = False
+    """Whether all positions of an example must stay together."""
+
+    @property
+    def offset(self) -> int:
+        """Return ``turn`` scattered: the interval of measured steps may have a divisor in common with ``every``."""
+        return (self.turn * 2654435761 >> 8) % self.every
+
+
+ALL = Sample()
+
+
+def rows_of(
+    layer: Layer,
+    x: Tensor,
+    g: Tensor,
+    *,
+    examples: int,
+    batch_dim: int,
+    batch_stats: bool,
+    sample: Sample = ALL,
+    whole: bool = False,
+) -> Iterator[Rows]:
+    """Yield the rows of one call of a layer, a piece of the batch at a time unless ``whole``."""
     match layer.kind:
         case "linear" | "conv1d-transposed":
             a, g = (_sequence(t, examples, batch_dim).unsqueeze(2) for t in (x, g))
-            yield Rows(a, g, examples)
+            yield _sampled(Rows(a, g, examples), sample)
         case "conv":
-            yield from _conv_rows(layer.module, x, g, examples)
+            yield from _conv_rows(layer.module, x, g, examples, sample, whole)
         case "embedding":
             index = _sequence(x.unsqueeze(-1), examples, batch_dim).squeeze(-1)
             rows = _sequence(g, examples, batch_dim)
@@ -56,6 +94,33 @@ def rows_of(layer: Layer, x: Tensor, g: Tensor, *, examples: int, batch_dim: int
             yield _norm_rows(layer, x, g, examples, batch_dim, batch_stats)
         case kind:
             raise AssertionError(kind)
+
+
+def _sampled(rows: Rows, sample: Sample) -> Rows:
+    """Return one in ``every`` of the positions, or examples. A layer that sees each example once keeps them all."""
+    assert rows.a is not None
+    n, s = rows.a.shape[:2]
+    every, examples = sample.every, rows.examples
+    if every == 1 or n * s <= max(examples, 1):
+        return rows
+    if sample.by_example:
+        if examples <= 0 or n % examples:
+            return rows
+        first, last = block_of(examples, sample)
+        here, there = slice(first * (n // examples), last * (n // examples)), slice(None)
+        examples = last - first
+    elif s > 1:
+        here, there = slice(None), slice(sample.offset % s, None, every)
+    else:
+        here, there = slice(sample.offset % n, None, every), slice(None)
+    return Rows(rows.a[here, there], rows.g[here, there], examples, picked=(n, s, here, there))
+
+
+def block_of(examples: int, sample: Sample) -> tuple[int, int]:
+    """Return where the sampled examples begin and end."""
+    size = -(-examples // sample.every)
+    begin = min(sample.offset * size, examples - size)
+    return begin, begin + size
 
 
 def regroup(rows: Tensor, examples: int, name: str) -> Tensor:
@@ -86,65 +151,26 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int) -> Iterator[Rows]:
+def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: Sample, whole: bool) -> Iterator[Rows]:
     assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     num_spatial = len(module.kernel_size)
     if x.ndim == num_spatial + 1:
         x, g = x.unsqueeze(0), g.unsqueeze(0)
-    taps = math.prod(module.kernel_size)
-    positions = g[0, 0].numel()
-    bytes_per_example = max(1, positions * module.in_channels * taps * x.element_size())
+    positions = math.prod(g.shape[2:])
     # A layer may see several images per example (frames); a piece never ends inside an example.
     images = x.shape[0] // examples if examples > 0 and x.shape[0] % examples == 0 else x.shape[0]
-    step = max(1, PATCH_BYTES // (bytes_per_example * images)) * images
+    picked = None
+    if sample.every > 1 and images < x.shape[0] and positions * images > 1:
+        begin, end = (edge * images for edge in block_of(examples, sample))
+        picked = (x.shape[0], 1, slice(begin, end), slice(None))
+        x, g, examples = x[begin:end], g[begin:end], (end - begin) // images
+    bytes_per_image = max(1, positions * module.in_channels * strip_taps(module) * x.element_size())
+    step = x.shape[0] if whole else max(1, PATCH_BYTES // (bytes_per_image * images)) * images
     for start in range(0, x.shape[0], step):
         piece = g[start : start + step]
         grad = piece.reshape(piece.shape[0], module.groups, -1, positions).permute(0, 3, 1, 2)
         count = examples if images == x.shape[0] else piece.shape[0] // images
-        yield Rows(_patches(module, x[start : start + step]), grad, count, taps=taps)
-
-
-def _patches(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """Return ``[N, S, groups, taps * in_channels / groups]``: the channels of one tap side by side, as memory has them.
-
-    Gathering them in the weight's order, channel by channel, takes several times as long.
-    """
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    amounts = conv_padding(module.padding, module.kernel_size, module.dilation)
-    if any(amounts):
-        x = F.pad(x, amounts, mode=mode)
-    x = x.movedim(1, -1).contiguous()
-    spatial, channels = x.shape[1:-1], x.shape[-1]
-    shape, steps = [x.shape[0]], [x.stride(0)]
-    for i, (size, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
-        shape.append((spatial[i] - (size - 1) * dilation - 1) // stride + 1)
-        steps.append(x.stride(1 + i) * stride)
-    positions, num_spatial = math.prod(shape[1:]), len(module.kernel_size)
-    for i, (size, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
-        shape.append(size)
-        steps.append(x.stride(1 + i) * dilation)
-    groups = module.groups
-    shape += [groups, channels // groups]
-    steps += [channels // groups, 1]
-    windows = x.as_strided(shape, steps)
-    if groups > 1:
-        windows = windows.movedim(-2, 1 + num_spatial)
-    return windows.reshape(shape[0], positions, groups, -1)
-
-
-def conv_padding(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """Return the amounts in the order of ``F.pad``: last dimension first, left then right."""
-    amounts: list[int] = []
-    for i in reversed(range(len(kernel))):
-        if padding == "valid":
-            left = right = 0
-        elif padding == "same":
-            total = dilation[i] * (kernel[i] - 1)
-            left, right = total // 2, total - total // 2
-        else:
-            left = right = int(padding[i])
-        amounts += [left, right]
-    return amounts
+        yield Rows(None, grad, count, image=x[start : start + step], picked=picked)
 
 
 def _norm_rows(layer: Layer, x: Tensor, g: Tensor, examples: int, batch_dim: int, batch_stats: bool) -> Rows:

@@ -55,13 +55,30 @@ def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:
     """
     if factor.ndim == 2 or old.vectors is None:
         return eigen(factor)
+    found = warm_step(factor, old)
+    if is_orthonormal(found.vectors):
+        return found
     factor = symmetric(factor)
-    # Largest first: each direction is freed of the larger ones before it, not swamped by those after it.
+    basis = torch.linalg.qr(factor @ _largest_first(old)).Q
+    return _with_values(factor, basis)
+
+
+def warm_step(factor: Tensor, old: Eigen) -> Eigen:
+    """Return ``warm_eigen`` without a look at the result: it may not be orthonormal."""
+    if factor.ndim == 2:
+        return Eigen(None, factor.clamp(min=0))
+    factor = symmetric(factor)
+    return _with_values(factor, _cholesky_qr(_cholesky_qr(factor @ _largest_first(old))))
+
+
+def _largest_first(old: Eigen) -> Tensor:
+    """Return a basis in the order in which each direction is freed of the larger ones, not swamped by them."""
+    assert old.vectors is not None
     order = old.values.argsort(dim=-1, descending=True)
-    image = factor @ old.vectors.gather(-1, order.unsqueeze(-2).expand_as(old.vectors))
-    basis = _cholesky_qr(_cholesky_qr(image))
-    if not is_orthonormal(basis):
-        basis = torch.linalg.qr(image).Q
+    return old.vectors.gather(-1, order.unsqueeze(-2).expand_as(old.vectors))
+
+
+def _with_values(factor: Tensor, basis: Tensor) -> Eigen:
     values = (basis * (factor @ basis)).sum(-2)
     return Eigen(basis, values.clamp(min=0))
 
@@ -72,10 +89,41 @@ def damped_inverse(factor: Tensor, shift: Tensor) -> Inverse:
         return Inverse((factor + shift[:, None]).reciprocal())
     damped = symmetric(factor)
     damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
-    lower, info = torch.linalg.cholesky_ex(damped)
-    if bool((info != 0).any()):
+    inverse, sound = inverse_by_blocks(damped)
+    if not bool(sound.all()):
         raise LinAlgError("Cholesky: the damped factor is not positive definite")
-    return Inverse(torch.cholesky_inverse(lower).contiguous())
+    return Inverse(inverse)
+
+
+LEAF = 256
+"""Blocks up to this size are inverted by Cholesky, larger ones by their halves."""
+
+
+def inverse_by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverses of positive definite matrices ``[B, D, D]``, and which of them are to be trusted, ``[B]``.
+
+    Schur complements: products do the work, where a Cholesky decomposition of a large matrix is a long chain of small
+    steps. Nothing waits for the device.
+    """
+    dim = matrix.shape[-1]
+    if dim <= LEAF:
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        identity = torch.eye(dim, dtype=matrix.dtype, device=matrix.device)
+        root = torch.linalg.solve_triangular(lower, identity.expand_as(matrix), upper=False)
+        inverse = root.mT @ root
+        return inverse, (info == 0) & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1).sum(-1))
+    half = (dim // 2 + LEAF - 1) // LEAF * LEAF
+    corner, corner_ok = inverse_by_blocks(matrix[:, :half, :half])
+    below = matrix[:, half:, :half]
+    moved = below @ corner
+    rest, rest_ok = inverse_by_blocks(torch.baddbmm(matrix[:, half:, half:], moved, below.mT, alpha=-1))
+    inverse = torch.empty_like(matrix)
+    across = rest @ moved
+    inverse[:, half:, half:] = rest
+    inverse[:, half:, :half] = across.neg()
+    inverse[:, :half, half:] = inverse[:, half:, :half].mT
+    inverse[:, :half, :half] = torch.baddbmm(corner, moved.mT, across)
+    return inverse, corner_ok & rest_ok
 
 
 def symmetric(factor: Tensor) -> Tensor:
@@ -88,10 +136,14 @@ def is_finite(decomposition: Decomposition) -> bool:
 
 def is_orthonormal(vectors: Tensor | None) -> bool:
     """Whether ``Q^T Q`` is the identity to within ``ORTHONORMAL``; NaN is not."""
-    if vectors is None:
-        return True
-    identity = torch.eye(vectors.shape[-1], dtype=vectors.dtype, device=vectors.device)
-    return bool((vectors.mT @ vectors - identity).abs().amax() < ORTHONORMAL)
+    return vectors is None or bool(orthonormal(vectors).all())
+
+
+def orthonormal(vectors: Tensor) -> Tensor:
+    """Return the same per block, ``[B]``, without waiting for the device."""
+    deviation = vectors.mT @ vectors
+    deviation.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return deviation.abs().amax((-2, -1)) < ORTHONORMAL
 
 
 def mean_eigenvalue(factor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
@@ -17,49 +18,95 @@ EXAMPLE_ELEMENTS = 2**25
 
 
 def gram(
-    rows_NSBD: Tensor, *, ones: bool, dtype: torch.dtype, weight: Tensor | None = None, scale: float = 1.0
+    rows_NSBD: Tensor,
+    *,
+    ones: bool,
+    dtype: torch.dtype,
+    weight: Tensor | None = None,
+    scale: float = 1.0,
+    features: int | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """Return ``scale * sum over rows of r r^T`` as ``[B, D, D]``, with a feature that is always 1 appended if ``ones``.
 
     ``weight`` in {0, 1}, shaped ``[N, S]``, leaves rows out, their 1 included. The 1 is never materialised:
-    its row is the sum of the others.
+    its row is the sum of the others. ``features``: how many of the rows' columns count; the others are padding.
+    ``parts``: of the examples, that are summed apart; ``[parts * B, D, D]`` is returned.
     """
-    blocks, features = rows_NSBD.shape[2:]
+    blocks, width = rows_NSBD.shape[2:]
+    features = width if features is None else features
     if weight is not None:
         rows_NSBD = rows_NSBD * weight[:, :, None, None].to(rows_NSBD.dtype)
-    rows = rows_NSBD.permute(2, 0, 1, 3).reshape(blocks, -1, features)
-    size = features + 1 if ones else features
-    full = torch.empty(blocks, size, size, dtype=dtype, device=rows.device)
-    inner = full[:, :features, :features]
-    if rows.is_cuda and rows.dtype.itemsize == 2 and dtype == torch.float32 and _HAS_OUT_DTYPE:
-        # Products of half-precision numbers are exact in float32, in which tensor cores add them up.
-        torch.mul(torch.bmm(rows.mT, rows, out_dtype=dtype), scale, out=inner)
-    elif blocks == 1:
-        rows = rows.to(dtype)
-        _symmetric_product(rows[0], inner[0], scale)
-    else:
-        rows = rows.to(dtype)
-        inner.baddbmm_(rows.mT, rows, beta=0, alpha=scale)
-    if ones:
-        total = rows.sum(1, dtype=dtype) * scale
-        full[:, :-1, -1] = total
-        full[:, -1, :-1] = total
-        full[:, -1, -1] = scale * (rows.shape[1] if weight is None else weight.sum())
+    apart = rows_NSBD.reshape(parts, -1, *rows_NSBD.shape[1:])
+    rows = apart.permute(0, 3, 1, 2, 4).reshape(parts * blocks, -1, width)
+    inner = product(rows, rows, dtype)[:, :features, :features]
+    if scale != 1.0:
+        inner = inner.mul_(scale)
+    if not ones:
+        return inner.contiguous()
+    full = torch.empty(len(inner), features + 1, features + 1, dtype=dtype, device=rows.device)
+    full[:, :-1, :-1] = inner
+    total = rows.sum(1, dtype=dtype)[:, :features] * scale
+    full[:, :-1, -1] = total
+    full[:, -1, :-1] = total
+    full[:, -1, -1] = scale * (rows.shape[1] if weight is None else weight.sum())
     return full
 
 
 STRIPS = 4
-"""Of the upper triangle of a product on the CPU: three eighths of the work are saved by not computing the lower."""
+"""Of the upper triangle of a product: three eighths of the work are saved by not computing the lower."""
+
+ALIGNED = 8
+"""Half-precision rows of a multiple of this many numbers are multiplied several times as fast on a GPU."""
+
+PIECES = 128
+"""Batched products on a GPU are cut into at least so many along the rows: it does not cut them itself."""
 
 
-def _symmetric_product(rows: Tensor, out: Tensor, scale: float) -> None:
-    """Write ``scale * rows^T rows``."""
-    num_rows, dim = rows.shape
-    strips = STRIPS if rows.device.type == "cpu" and dim >= 256 and num_rows >= dim else 1
-    cuts = [dim * i // strips for i in range(strips + 1)]
+def adds_in_float32(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Whether half-precision rows need no widening: their products are exact in float32, in which tensor cores add."""
+    return rows.is_cuda and rows.dtype.itemsize == 2 and dtype == torch.float32 and _HAS_OUT_DTYPE
+
+
+def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``first^T second`` of batches of matrices, summed in ``dtype``. ``second`` may be ``first``."""
+    is_half = adds_in_float32(first, dtype)
+    same = second is first
+    width = first.shape[-1]
+    if is_half and width % ALIGNED:
+        first = pad(first, (0, -width % ALIGNED))
+        second = first if same else pad(second, (0, -width % ALIGNED))
+        return product(first, second, dtype)[:, :width, :width]
+    if not is_half:
+        first = first.to(dtype)
+        second = first if same else second.to(dtype)
+    batch, num_rows = first.shape[:2]
+    if batch == 1:
+        return _one_product(first[0], second[0], dtype, same=same).unsqueeze(0)
+    pieces = 1
+    while first.is_cuda and batch * pieces < PIECES and num_rows % (2 * pieces) == 0 and num_rows >= 2048 * pieces:
+        pieces *= 2
+    first, second = (t.reshape(batch * pieces, num_rows // pieces, width) for t in (first, second))
+    found = torch.bmm(first.mT, second, out_dtype=dtype) if is_half else first.mT @ second
+    return found if pieces == 1 else found.view(batch, pieces, width, width).sum(1)
+
+
+def _one_product(first: Tensor, second: Tensor, dtype: torch.dtype, *, same: bool) -> Tensor:
+    """Return ``first^T second``; of a wide matrix with itself only the upper triangle is computed."""
+    width = first.shape[-1]
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a.mT, b, out_dtype=dtype) if adds_in_float32(a, dtype) else a.mT @ b
+
+    least = 256 if first.device.type == "cpu" else 2048
+    if not same or width < least or len(first) < width:
+        return multiply(first, second)
+    out = torch.empty(width, width, dtype=dtype, device=first.device)
+    cuts = [width * i // STRIPS // ALIGNED * ALIGNED for i in range(STRIPS)] + [width]
     for begin, end in pairwise(cuts):
-        out[begin:end, begin:].addmm_(rows[:, begin:end].mT, rows[:, begin:], beta=0, alpha=scale)
+        out[begin:end, begin:] = multiply(first[:, begin:end], first[:, begin:])
         out[end:, begin:end] = out[begin:end, end:].mT
+    return out
 
 
 def in_weight_order(factor: Tensor, taps: int) -> Tensor:

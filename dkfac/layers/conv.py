@@ -1,0 +1,116 @@
+"""A convolution's patches, and the sum of their products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dkfac.ops import correlate, factors
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+def strip_taps(module: Conv) -> int:
+    """Return how many copies of the input are made to sum its patches."""
+    return math.prod(module.kernel_size[1:] if _correlates(module) else module.kernel_size)
+
+
+def _correlates(module: Conv) -> bool:
+    if module.groups > 1 or module.padding_mode != "zeros":
+        return False
+    above, below = conv_padding(module.padding, module.kernel_size, module.dilation)[-2:]
+    return correlate.correlates(module.kernel_size[0], module.stride[0], module.dilation[0], above + below)
+
+
+def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int = 1) -> Tensor:
+    """Return the sum over patches of ``p p^T``, ``[parts * groups, D, D]``, features in the weight's order.
+
+    ``parts``: of the images, that are summed apart.
+    """
+    taps = math.prod(module.kernel_size)
+    channels = module.in_channels // module.groups
+    features = channels * taps
+    if not _correlates(module):
+        rows = patches(module, x, aligned=factors.adds_in_float32(x, dtype))
+        total = factors.gram(rows, ones=ones, dtype=dtype, features=features, parts=parts)
+        return factors.in_weight_order(total, taps)
+    above, below = conv_padding(module.padding, module.kernel_size, module.dilation)[-2:]
+    height, width = module.kernel_size[0], taps // module.kernel_size[0]
+    windows = _windows(module, x, first=1)
+    windows = windows.reshape(*windows.shape[:2], -1, width * channels) if windows.ndim > 6 else windows
+    strips = correlate.with_room(windows, height)
+    blocks = correlate.patch_gram(strips, height, above, below, dtype, parts)
+    full = torch.empty(parts, features + ones, features + ones, dtype=dtype, device=x.device)
+    inner = full[:, :features, :features].view(parts, channels, height, width, channels, height, width)
+    blocks = blocks.view(parts, height, height, width, channels, width, channels)
+    inner.copy_(blocks.permute(0, 4, 1, 3, 6, 2, 5))
+    if ones:
+        total = correlate.patch_sum(strips, height, dtype, parts).view(parts, height, width, channels)
+        total = total.permute(0, 3, 1, 2).reshape(parts, features)
+        full[:, :-1, -1] = total
+        full[:, -1, :-1] = total
+        full[:, -1, -1] = strips.shape[0] // parts * (strips.shape[1] - height + 1) * strips.shape[2]
+    return full
+
+
+def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:
+    """Return ``[N, S, groups, taps * in_channels / groups]``: the channels of one tap side by side, as memory has them.
+
+    Gathering them in the weight's order, channel by channel, takes several times as long. ``aligned``: with zeros
+    behind them, if their number is no multiple of what tensor cores like.
+    """
+    windows = _windows(module, x)
+    num_spatial = len(module.kernel_size)
+    if module.groups > 1:
+        windows = windows.movedim(-2, 1 + num_spatial)
+        return windows.reshape(windows.shape[0], math.prod(windows.shape[1 : 1 + num_spatial]), module.groups, -1)
+    features = math.prod(windows.shape[1 + num_spatial :])
+    shape = windows.shape[: 1 + num_spatial]
+    if not aligned or features % factors.ALIGNED == 0:
+        return windows.reshape(shape[0], math.prod(shape[1:]), 1, features)
+    wide = x.new_zeros(*shape, features + -features % factors.ALIGNED)
+    wide[..., :features].view(windows.shape).copy_(windows)
+    return wide.view(shape[0], math.prod(shape[1:]), 1, -1)
+
+
+def _windows(module: Conv, x: Tensor, *, first: int = 0) -> Tensor:
+    """Return a view ``[N, *positions, *taps, groups, channels]`` of the padded input.
+
+    ``first``: the spatial dimension from which on taps are taken; the ones before are left as they are.
+    """
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    amounts = conv_padding(module.padding, module.kernel_size, module.dilation)
+    if any(amounts):
+        x = F.pad(x, amounts, mode=mode)
+    x = x.movedim(1, -1).contiguous()
+    spatial, channels = x.shape[1:-1], x.shape[-1]
+    shape, steps = [x.shape[0], *spatial[:first]], list(x.stride()[: 1 + first])
+    kernel = list(zip(module.kernel_size, module.stride, module.dilation, strict=True))[first:]
+    for i, (size, stride, dilation) in enumerate(kernel, start=first):
+        shape.append((spatial[i] - (size - 1) * dilation - 1) // stride + 1)
+        steps.append(x.stride(1 + i) * stride)
+    for i, (size, _, dilation) in enumerate(kernel, start=first):
+        shape.append(size)
+        steps.append(x.stride(1 + i) * dilation)
+    shape += [module.groups, channels // module.groups]
+    steps += [channels // module.groups, 1]
+    return x.as_strided(shape, steps)
+
+
+def conv_padding(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """Return the amounts in the order of ``F.pad``: last dimension first, left then right."""
+    amounts: list[int] = []
+    for i in reversed(range(len(kernel))):
+        if padding == "valid":
+            left = right = 0
+        elif padding == "same":
+            total = dilation[i] * (kernel[i] - 1)
+            left, right = total // 2, total - total // 2
+        else:
+            left = right = int(padding[i])
+        amounts += [left, right]
+    return amounts

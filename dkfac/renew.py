@@ -1,0 +1,192 @@
+"""A refresh of whole stacks that never waits for the device.
+
+New decompositions take the place of the old ones where they are to be trusted, which the device decides. What it
+decided is looked at ``PATIENCE`` steps later, when it has long arrived; what failed goes down the ladder of
+``refresh.py`` then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dkfac import stages
+from dkfac.layers.layer import Layer
+from dkfac.ops import decompose
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
+from dkfac.ops.precondition import factored_damping
+from dkfac.settings import Settings
+from dkfac.stacks import Stack
+from dkfac.state import LayerState, bias_is_silent
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
+
+PATIENCE = 2
+Part = tuple[Stack, int, int]
+"""Some layers of a stack: from, to."""
+
+
+def cut(stacks: list[Stack], num_slices: int) -> list[list[Part]]:
+    """Return the layers in slices of about equal work, those of one stack side by side."""
+    costs = [sum(f.num_blocks * f.dim**3 for f in s.layers[0].spec.factors if f.form == "dense") for s in stacks]
+    total = max(1, sum(cost * len(stack) for cost, stack in zip(costs, stacks, strict=True)))
+    slices: list[list[Part]] = [[] for _ in range(num_slices)]
+    done = 0
+    for cost, stack in zip(costs, stacks, strict=True):
+        for i in range(len(stack)):
+            parts = slices[done * num_slices // (total + 1)]
+            if parts and parts[-1][0] is stack:
+                parts[-1] = (stack, parts[-1][1], i + 1)
+            else:
+                parts.append((stack, i, i + 1))
+            done += cost
+    return slices
+
+
+class Renewal:
+    """What was decomposed and not yet looked at."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
+
+    def run(self, runner: Runner, new: set[str]) -> set[str]:
+        """Decompose the slice of the layers that is due anew; returns the layers that have to go the careful way.
+
+        ``new``: layers that have no decomposition yet.
+        """
+        self.look(runner)
+        slice_now, num_slices = runner.settings.refresh_slice(runner.step)
+        if slice_now < 0:
+            return set()
+        parts, careful = [], set()
+        for stack, begin, end in cut(runner.stacks, num_slices)[slice_now]:
+            is_old = new.isdisjoint(layer.name for layer in stack.layers)
+            if is_old and is_renewable(stack, runner.states, runner.settings):
+                parts.append((stack, begin, end))
+            else:
+                careful |= {layer.name for layer in stack.layers[begin:end]}
+        self._launch(parts, runner)
+        if slice_now == 0 and parts:
+            runner.count_refresh()
+        if slice_now == 0 and not careful:
+            runner.watch(0.0)
+        return careful
+
+    def _launch(self, parts: list[Part], runner: Runner) -> None:
+        """Decompose the running factors of some layers anew."""
+        names: list[tuple[Layer, str]] = []
+        flags: list[Tensor] = []
+        for stack, begin, end in parts:
+            for key, good in _renew(stack, begin, end, runner).items():
+                names += [(layer, key) for layer in stack.layers[begin:end]]
+                flags.append(good)
+        if not flags:
+            return
+        told, event = torch.cat([flag.to(flags[0].device) for flag in flags]), None
+        if told.is_cuda:
+            arrived = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            arrived.copy_(told, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(told.device))
+            told = arrived
+        self._pending.append((runner.step, names, told, event))
+        if event is None:
+            self.look(runner)
+
+    def look(self, runner: Runner, *, all_of_it: bool = False) -> None:
+        """Count what went well and decompose what did not once more, with more care. Waits for what is long past."""
+        while self._pending:
+            step, names, told, event = self._pending[0]
+            if event is not None:
+                if runner.step < step + PATIENCE and not all_of_it:
+                    return
+                event.synchronize()
+            self._pending.popleft()
+            for (layer, key), good in zip(names, told.tolist(), strict=True):
+                if good:
+                    runner.counters["ok"] += 1
+                    runner.states[layer.name].failures[key] = 0
+                else:
+                    _repair(runner, layer, key)
+
+    def forget(self) -> None:
+        self._pending.clear()
+
+
+def _repair(runner: Runner, layer: Layer, key: str) -> None:
+    """Decompose one factor the careful way, after a decomposition without a look went wrong."""
+    state, settings = runner.states[layer.name], runner.settings
+    ((found, rung),) = stages.decompose(layer, state, [key], settings, runner.step).values()
+    runner.counters[rung] += 1
+    results = {} if found is None else {key: found}
+    stages.adopt(layer, state, {key: rung}, results, settings.max_failures, runner.step)
+
+
+def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings) -> bool:
+    """Whether a stack's decompositions can be improved in place: all are there and of the solver's own form."""
+    if settings.solver == "eigen" or settings.curvature == "ekfac":
+        return False
+    if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
+        return False
+    found = stack.decompositions(states)
+    form = Inverse if settings.solver == "cholesky" else Eigen
+    return found is not None and all(isinstance(d, form) for d in found.values())
+
+
+def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tensor]:
+    """Replace decompositions where the new ones are good; returns which are, ``[layers]``, by factor."""
+    states, settings, blocks = runner.states, runner.settings, stack.blocks
+    here = slice(begin * blocks, end * blocks)
+    joined = stack.decompositions(states)
+    assert joined is not None
+    factors: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
+    for key in joined:
+        values, weights = stack.running(states, key)
+        tiny = torch.finfo(weights.dtype).tiny
+        weight = weights[begin:end].clamp(min=tiny).repeat_interleave(blocks)
+        factors[key] = values[here] / weight.view(-1, *[1] * (values.ndim - 1))
+        means[key] = mean_eigenvalue(values[here]) / weight
+    for i, layer in enumerate(stack.layers[begin:end]):
+        state = states[layer.name]
+        state.means = {key: mean[i * blocks : (i + 1) * blocks].clone() for key, mean in means.items()}
+        state.decomposed_at = runner.step
+    damping = stages.stack_damping(stack, states, settings, runner.step)
+    if isinstance(damping, Tensor):
+        damping = damping[here].flatten()
+    shifts = factored_damping(means, damping)
+    good: dict[str, Tensor] = {}
+    for key, factor in factors.items():
+        old = _part(joined[key], here, factor.shape)
+        new, sound = _decompose(factor, old, shifts[key])
+        for name, target in old.tensors().items():
+            chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name], target)
+            target.copy_(chosen)
+        good[key] = sound.view(-1, blocks).all(1)
+    return good
+
+
+def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decomposition:
+    """Return some blocks of a padded decomposition, without the padding."""
+    size = slice(shape[-1])
+    parts = {name: t[(here, *[size] * (t.ndim - 1))] for name, t in joined.tensors().items()}
+    return decompose.from_tensors(parts)
+
+
+def _decompose(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:
+    """Return a new decomposition and which of its blocks are sound, ``[B]``."""
+    if isinstance(old, Inverse):
+        if factor.ndim == 2:
+            inverse = (factor + shift[:, None]).reciprocal()
+            return Inverse(inverse), torch.isfinite(inverse).all(-1)
+        damped = decompose.symmetric(factor)
+        damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+        matrix, sound = decompose.inverse_by_blocks(damped)
+        return Inverse(matrix), sound
+    found = decompose.warm_step(factor, old)
+    sound = torch.isfinite(found.values).all(-1)
+    return found, sound if found.vectors is None else sound & decompose.orthonormal(found.vectors)

@@ -1,0 +1,146 @@
+"""Layers of one shape side by side in common tensors, so that one operation serves them all.
+
+A layer's state stays its own, by name: what it holds are views of the common tensors, which are made anew where a state
+holds something else (after a load, a fallback, a move to another device). The layers' blocks lie one after the other:
+n layers of B blocks are one layer of n * B blocks to the operations in ``ops/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.layers.layer import Layer, split_grad
+from dkfac.ops.decompose import Decomposition, from_tensors
+from dkfac.state import Average, LayerState
+
+ALIGNED = 8
+"""On a GPU, matrices are padded with zeros to a multiple of this: 769 columns take twice as long as 776."""
+
+
+def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
+    """Return the layers grouped by what must be equal for one operation to serve them."""
+    groups: dict[Any, list[Layer]] = {}
+    for layer in layers:
+        spec, weight = layer.spec, layer.weight
+        alike = (layer.kind, spec.grad_shape, spec.factors, layer.has_bias, weight.dtype, weight.device)
+        groups.setdefault(alike, []).append(layer)
+    return [Stack(group) for group in groups.values()]
+
+
+class Stack:
+    """Layers that are alike, and the tensors they share."""
+
+    def __init__(self, layers: list[Layer], *, pad: bool = True) -> None:
+        self.layers = layers
+        self._pads = pad
+        self.blocks, outputs, inputs = layers[0].spec.grad_shape
+        self.dtype, self.device = layers[0].dtype, layers[0].weight.device
+        self.padded = [self._pad(outputs), self._pad(inputs)]
+        self._averages: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
+        self._decompositions: dict[str, tuple[list[Decomposition], Decomposition]] = {}
+        self._grads: Tensor | None = None
+        self._parts: list[list[Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def _pad(self, size: int) -> int:
+        pads = self._pads and self.device.type == "cuda" and self.blocks == 1 and size > ALIGNED
+        return size + -size % ALIGNED if pads else size
+
+    def running(self, states: dict[str, LayerState], key: str, measured: Container[str] = ()) -> tuple[Tensor, Tensor]:
+        """Return the running sums of a factor, ``[n * B, ...]``, and their weights, ``[n]``; zeros where there is none.
+
+        ``measured``: layers that are to have one from now on.
+        """
+        mine = [states[layer.name].running.get(key) for layer in self.layers]
+        held = self._averages.get(key)
+        if held is not None and all(
+            average.value is view if average is not None else layer.name not in measured
+            for layer, average, view in zip(self.layers, mine, held[0], strict=True)
+        ):
+            return held[1], held[2]
+        shape = self.layers[0].spec.factor(key).shape
+        values = torch.zeros(len(self) * self.blocks, *shape[1:], dtype=self.dtype, device=self.device)
+        weights = torch.zeros(len(self), dtype=self.dtype, device=self.device)
+        views = list(torch.split(values, self.blocks))
+        for i, (layer, average) in enumerate(zip(self.layers, mine, strict=True)):
+            if average is not None:
+                views[i].copy_(average.value)
+                weights[i] = average.weight
+            if average is not None or layer.name in measured:
+                states[layer.name].running[key] = Average(views[i], weights[i])
+        self._averages[key] = (views, values, weights)
+        return values, weights
+
+    def decompositions(self, states: dict[str, LayerState]) -> dict[str, Decomposition] | None:
+        """Return the layers' decompositions as one layer's; None if they are not all there and of one form."""
+        found: dict[str, Decomposition] = {}
+        for factor in self.layers[0].spec.factors:
+            key = factor.key
+            mine = [states[layer.name].decompositions.get(key) for layer in self.layers]
+            held = self._decompositions.get(key)
+            if held is not None and all(a is b for a, b in zip(mine, held[0], strict=True)):
+                found[key] = held[1]
+                continue
+            present = [d for d in mine if d is not None]
+            forms = {(type(d), tuple(d.tensors())) for d in present}
+            if len(present) < len(mine) or len(forms) > 1:
+                return None
+            found[key], views = self._join(present)
+            for layer, view in zip(self.layers, views, strict=True):
+                states[layer.name].decompositions[key] = view
+            self._decompositions[key] = (views, found[key])
+        return found
+
+    def _join(self, decompositions: list[Decomposition]) -> tuple[Decomposition, list[Decomposition]]:
+        """Return decompositions as one of more blocks, padded, and each as a view of it."""
+        common: dict[str, Tensor] = {}
+        views: list[dict[str, Tensor]] = [{} for _ in decompositions]
+        for name, first in decompositions[0].tensors().items():
+            sizes = [self._pad(size) for size in first.shape[1:]]
+            joined = torch.zeros(len(self) * self.blocks, *sizes, dtype=first.dtype, device=first.device)
+            bare = joined[(slice(None), *(slice(size) for size in first.shape[1:]))]
+            for i, part in enumerate(torch.split(bare, self.blocks)):
+                views[i][name] = part.copy_(decompositions[i].tensors()[name])
+            common[name] = joined
+        return from_tensors(common), [from_tensors(view) for view in views]
+
+    def read(self) -> Tensor:
+        """Return the gradients, ``[n * B, O, I]``, padded with zeros, in a buffer that stays."""
+        if self._grads is None:
+            shape = (len(self) * self.blocks, *self.padded)
+            self._grads = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._parts = [split_grad(layer, part) for layer, part in self.split(self._grads)]
+        pairs = self.pairs()
+        torch._foreach_copy_([part for _, part in pairs], [grad for grad, _ in pairs])
+        for layer, parts in zip(self.layers, self._parts, strict=True):
+            if layer.bias is not None and layer.bias.grad is None:
+                parts[1].zero_()
+        return self._grads
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the gradients that there are, each with its view of the buffer."""
+        found = [
+            (p.grad, part)
+            for layer, parts in zip(self.layers, self._parts, strict=True)
+            for p, part in zip(layer.parameters(), parts, strict=True)
+        ]
+        return [(grad, part) for grad, part in found if grad is not None]
+
+    def split(self, grads: Tensor) -> list[tuple[Layer, Tensor]]:
+        """Return each layer with its view of a tensor shaped like the buffer, without padding."""
+        outputs, inputs = self.layers[0].spec.grad_shape[1:]
+        views = torch.split(grads[:, :outputs, :inputs], self.blocks)
+        return list(zip(self.layers, views, strict=True))
+
+
+def write_back(stacks: list[Stack]) -> None:
+    """Copy what is in the stacks' buffers to the gradients."""
+    pairs = [pair for stack in stacks for pair in stack.pairs()]
+    if pairs:
+        torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])

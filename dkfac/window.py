@@ -1,0 +1,60 @@
+"""What is measured between two steps, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Sums:
+    """One layer's sums over its calls in a step."""
+
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    moments: Tensor | None = None
+    rows: Tensor | float = 0.0
+    """What A is divided by: rows, or examples under ``reduce``."""
+    pieces: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Rows ``[R, D]`` of the factors that travel as rows, instead of their sums."""
+    calls: int = 0
+    last_call: tuple[int, int | None] = (0, None)
+    """The backward pass, and column of the exact Fisher, that the last call belonged to."""
+    called_again: bool = False
+
+    def add(self, key: str, value: Tensor) -> None:
+        if key in self.factors:
+            self.factors[key] += value
+        else:
+            self.factors[key] = value
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one rank measured in a step: sums, and what they are to be divided by."""
+
+    layers: dict[str, Sums]
+    terms: Tensor | float
+    num_passes: int
+    unit: Tensor | float
+    """What sums of gradients are multiplied by to be sums over terms."""
+
+
+@dataclass(slots=True)
+class Terms:
+    """How many terms of the loss a backward pass was a mean of, and which positions count."""
+
+    number: Tensor | float
+    mask: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """Everything measured since the last step."""
+
+    layers: dict[str, Sums] = field(default_factory=dict)
+    num_passes: int = 0
+    terms: Tensor | float = 0.0
+    scaler_epoch: object = None
+    filled: bool = False
+    """Whether the last pass left gradients on the weights, as ``backward()`` does and ``autograd.grad`` does not."""
