@@ -174,7 +174,7 @@ def options_of(case: Case, interval: tuple[int, int], variant: str, args: argpar
     """Return K-FAC's settings: a refresh takes half of its interval."""
     options = {"factor_interval": interval[0], "inverse_interval": interval[1], "warmup_refresh": None}
     options |= {"solver": args.solver, "spread_refresh": max(1, interval[1] // 2), "announce": False}
-    options |= {"statistics_fraction": FRACTIONS[variant], **case.kfac}
+    options |= {"statistics_fraction": FRACTIONS[variant], "tf32": True, "cuda_graph": True, **case.kfac}
     for text in args.set:
         key, _, value = text.partition("=")
         options[key] = value

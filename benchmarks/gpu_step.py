@@ -138,8 +138,9 @@ def run_case(name: str, interval: tuple[int, int], args: argparse.Namespace) -> 
     result: dict = {"mode": "eager", "optimizer": optimizer, "fused": args.fused, "bf16_autocast": case.bf16}
     result |= {"shape": list(batch[0].shape), "channels_last": case.channels_last, "variants": {}}
     whole = inverse * math.ceil((1 if args.tiny else 100) / inverse)
-    steps = args.steps or (whole if args.tiny or inverse < 100 else 2 * whole)
-    warmup = inverse * math.ceil((1 if args.tiny else 30) / inverse)
+    steps = args.steps or whole
+    # The third refresh comes from graphs: one is careful, one compiles and one is captured.
+    warmup = inverse if args.tiny else max(60, inverse * 5 // 2)
     if steps % inverse:
         print(f"{steps} steps are no whole number of inverse intervals: the ratio is not amortised", file=sys.stderr)
 

@@ -64,10 +64,8 @@ def _(
 
 
 class _Capture(torch.autograd.Function):
-    """The identity, in place: returning a view instead would forbid in-place activations after the layer.
-
-    While compiling it is a copy, which the compiler fuses away: torch 2.11 takes the marked tensor for a view.
-    """
+    """The identity, for compiled models. It is a copy, which the compiler fuses away: torch 2.11 takes a tensor that is
+    marked as changed for a view."""
 
     @staticmethod
     def forward(
@@ -83,28 +81,40 @@ class _Capture(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, sizes)
         ctx.call = (examples, terms, handle, index, batch_stats)
-        if torch.compiler.is_compiling():
-            return y.clone()
-        ctx.mark_dirty(y)
-        return y
+        return y.clone()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, sizes = ctx.saved_tensors
         examples, terms, handle, index, batch_stats = ctx.call
-        if torch.compiler.is_compiling():
-            torch.ops.dkfac.record(x, g, _TOKEN, sizes, examples, terms, handle, index, batch_stats)
-        else:
-            tape = _TAPES.get(handle)
-            if tape is not None:
-                if torch.is_grad_enabled():
-                    raise RuntimeError(
-                        f"layer {tape.layers[index].name!r} is differentiated twice (create_graph=True): dkfac "
-                        f"cannot tell the gradient's gradient from the loss's. Detach K-FAC for such losses "
-                        f"(gradient penalties, physics-informed networks)."
-                    )
-                tape.record(index, x, g, _numbers(sizes, examples, terms), batch_stats)
+        torch.ops.dkfac.record(x, g, _TOKEN, sizes, examples, terms, handle, index, batch_stats)
         return g, None, None, None, None, None, None, None
+
+
+class _Watch(torch.autograd.Function):
+    """The identity, in place: returning a view instead would forbid in-place activations after the layer."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, call: tuple[int, int, tuple[int, int], bool]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.call = call
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        handle, index, sizes, batch_stats = ctx.call
+        tape = _TAPES.get(handle)
+        if tape is not None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"layer {tape.layers[index].name!r} is differentiated twice (create_graph=True): dkfac "
+                    f"cannot tell the gradient's gradient from the loss's. Detach K-FAC for such losses "
+                    f"(gradient penalties, physics-informed networks)."
+                )
+            tape.record(index, x, g, sizes, batch_stats)
+        return g, None, None
 
 
 class _Output(torch.autograd.Function):
@@ -270,9 +280,8 @@ class LayerHook:
         if probe.tape is not None and probe.tape.overlap is not None:
             probe.tape.overlap.measure_input(probe.tape.layers[self.index], x, output, probe.examples)
         with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it
-            return _Capture.apply(  # type: ignore[no-untyped-call]
-                output, x, None, probe.examples, probe.terms, probe.handle, self.index, batch_stats
-            )
+            call = (probe.handle, self.index, (probe.examples, probe.terms), batch_stats)
+            return _Watch.apply(output, x, call)  # type: ignore[no-untyped-call]
 
 
 class OutputHook:

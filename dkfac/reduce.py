@@ -28,39 +28,65 @@ Factors = dict[str, dict[str, Tensor]]
 def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float) -> Tensor:
     """Absorb this rank's own sums into the running factors, those of one shape together, unless anything in them is not
     finite; returns whether it was good."""
-    scale = _scale_alone(runner, measured)
+    scale = scale_alone(runner, measured)
     found = []
-    traces: list[Tensor] = []
+    everything: list[Tensor] = []
     for stack in runner.stacks:
         sums = [measured.layers.get(layer.name) for layer in stack.layers]
         for factor in stack.layers[0].spec.factors:
             key = factor.key
             totals = [None if s is None else s.factors.pop(key, None) for s in sums]
-            first = next((t for t in totals if t is not None), None)
-            if first is None:
+            present = [t for t in totals if t is not None]
+            if not present:
                 continue
-            total = torch.cat([torch.zeros_like(first) if t is None else t for t in totals])
-            traces.append(mean_eigenvalue(total).sum().to(good.device))
+            everything += present
             scales: list[Tensor | float] = [scale] * len(stack)
             if key == "A":
                 scales = [1.0 if s is None else 1 / s.rows for s in sums]
-            found.append((stack, key, total, scales, tuple(t is not None for t in totals)))
+            found.append((stack, key, totals, scales))
     moments = {name: s.moments for name, s in measured.layers.items() if s.moments is not None}
-    traces += [m.sum().to(good.device) for m in moments.values()]
-    if traces:
-        good = good & torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
-    for stack, key, total, scales, ran in found:
+    everything += moments.values()
+    if everything:
+        largest = torch._foreach_norm(everything, torch.inf)
+        good = good & torch.isfinite(torch.stack([n.to(good.device, torch.float32) for n in largest])).all()
+    flags = good.expand(max((len(stack) for stack in runner.stacks), default=1)).contiguous()
+    whole: list[Tensor] = []
+    for stack, key, totals, scales in found:
+        ran = tuple(t is not None for t in totals)
         names = {layer.name for layer, has in zip(stack.layers, ran, strict=True) if has}
         values, weights = stack.running(runner.states, key, names)
-        here = good.to(stack.device) & stages.constant(ran, stack.device)
+        here = flags[: len(stack)].to(stack.device)
+        if all(ran):
+            whole.append(weights)
+        else:
+            here = here & stages.constant(ran, stack.device)
+            weights.copy_(torch.where(here, weights * decay + 1, weights))
         flat = (len(stack), -1)
-        absorb_(values.view(flat), total.view(flat), decay, _vector(scales, values), here)
-        weights.copy_(torch.where(here, weights * decay + 1, weights))
+        absorb_(values.view(flat), _joined(totals, values).view(flat), decay, _vector(scales, values), here)
+    for place in {(w.device, w.dtype) for w in whole}:
+        alike = [w for w in whole if (w.device, w.dtype) == place]
+        kept = torch.full((), decay, device=place[0], dtype=place[1]).masked_fill_(~good.to(place[0]), 1.0)
+        torch._foreach_mul_(alike, kept)
+        one = flags.to(*place)  # a tensor instead of the list would be read by the host
+        torch._foreach_add_(alike, [one[: len(w)] for w in alike])
     for name, moment in moments.items():
         layer, state = runner.by_name[name], runner.states[name]
         batch = {"moments": stages.batch_factor("moments", moment, 1.0, scale)}
         stages.average(layer, state, batch, decay=decay, good=good)
     return good
+
+
+def _joined(totals: list[Tensor | None], like: Tensor) -> Tensor:
+    """Return tensors one after the other, without a copy where they lie so already; zeros for those that lack."""
+    first = totals[0]
+    if first is not None and first.is_contiguous():
+        size = first.numel() * first.element_size()
+        if all(t is not None and t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(totals)):
+            inside = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+            if inside >= len(totals) * size:
+                return first.as_strided((len(totals) * first.shape[0], *first.shape[1:]), first.stride())
+    blank = like[: len(like) // len(totals)]
+    return torch.cat([torch.zeros_like(blank) if t is None else t for t in totals])
 
 
 def _vector(values: list[Tensor | float], like: Tensor) -> Tensor:
@@ -73,7 +99,7 @@ def _vector(values: list[Tensor | float], like: Tensor) -> Tensor:
     return torch.stack([part.to(like.device, like.dtype) for part in parts])
 
 
-def _scale_alone(runner: Runner, measured: Measured, mean_terms: Tensor | float | None = None) -> Tensor | float:
+def scale_alone(runner: Runner, measured: Measured, mean_terms: Tensor | float | None = None) -> Tensor | float:
     """Return what this rank's sums of gradients' products are multiplied by."""
     if not measured.layers:
         return 1.0
@@ -86,7 +112,7 @@ def _scale_alone(runner: Runner, measured: Measured, mean_terms: Tensor | float 
 
 def finish_alone(runner: Runner, measured: Measured, names: Iterable[str], mean_terms: Tensor | float) -> Factors:
     """Return batch factors of layers that this rank alone measures. ``mean_terms``: of the ranks."""
-    scale = _scale_alone(runner, measured, mean_terms)
+    scale = scale_alone(runner, measured, mean_terms)
     batch: Factors = {}
     for name in names:
         sums = measured.layers[name]

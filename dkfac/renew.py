@@ -7,6 +7,7 @@ decided is looked at ``PATIENCE`` steps later, when it has long arrived; what fa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from dkfac.layers.layer import Layer
 from dkfac.ops import decompose
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
 from dkfac.ops.precondition import factored_damping
+from dkfac.replay import Captured, Pool
 from dkfac.settings import Settings
 from dkfac.stacks import Stack
 from dkfac.state import LayerState, bias_is_silent
@@ -32,25 +34,36 @@ Part = tuple[Stack, int, int]
 
 def cut(stacks: list[Stack], num_slices: int) -> list[list[Part]]:
     """Return the layers in slices of about equal work, those of one stack side by side."""
-    costs = [sum(f.num_blocks * f.dim**3 for f in s.layers[0].spec.factors if f.form == "dense") for s in stacks]
-    total = max(1, sum(cost * len(stack) for cost, stack in zip(costs, stacks, strict=True)))
+    costs = [_cost(stack) for stack in stacks]
+    total = sum(begin + each * len(stack) for (begin, each), stack in zip(costs, stacks, strict=True))
     slices: list[list[Part]] = [[] for _ in range(num_slices)]
-    done = 0
-    for cost, stack in zip(costs, stacks, strict=True):
+    done = 0.0
+    for (begin, each), stack in zip(costs, stacks, strict=True):
+        done += begin / 2
         for i in range(len(stack)):
-            parts = slices[done * num_slices // (total + 1)]
+            parts = slices[min(num_slices - 1, int((done + each / 2) / total * num_slices))]
             if parts and parts[-1][0] is stack:
                 parts[-1] = (stack, parts[-1][1], i + 1)
             else:
                 parts.append((stack, i, i + 1))
-            done += cost
+            done += each
+        done += begin / 2
     return slices
+
+
+def _cost(stack: Stack) -> tuple[float, float]:
+    """Return about how many milliseconds it takes on a GPU to begin with a stack, and for each of its layers."""
+    dense = [factor for factor in stack.layers[0].spec.factors if factor.form == "dense"]
+    begin = sum(0.4 * math.ceil(factor.dim / decompose.LEAF) for factor in dense)
+    return 0.05 + begin, sum(8e-11 * factor.num_blocks * factor.dim**3 for factor in dense) + 1e-3
 
 
 class Renewal:
     """What was decomposed and not yet looked at."""
 
     def __init__(self) -> None:
+        self._graphs: dict[tuple[int, int, int], Captured] = {}
+        self._pool = Pool()
         self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
 
     def run(self, runner: Runner, new: set[str]) -> set[str]:
@@ -81,9 +94,11 @@ class Renewal:
         names: list[tuple[Layer, str]] = []
         flags: list[Tensor] = []
         for stack, begin, end in parts:
-            for key, good in _renew(stack, begin, end, runner).items():
+            for key, good in self._renewed(stack, begin, end, runner).items():
                 names += [(layer, key) for layer in stack.layers[begin:end]]
                 flags.append(good)
+            for layer in stack.layers[begin:end]:
+                runner.states[layer.name].decomposed_at = runner.step
         if not flags:
             return
         told, event = torch.cat([flag.to(flags[0].device) for flag in flags]), None
@@ -96,6 +111,19 @@ class Renewal:
         self._pending.append((runner.step, names, told, event))
         if event is None:
             self.look(runner)
+
+    def _renewed(self, stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tensor]:
+        """Decompose some layers of a stack, from a graph if that is wanted."""
+        if not (runner.settings.cuda_graph and stack.device.type == "cuda"):
+            return _renew(stack, begin, end, runner)
+        graph = self._graphs.setdefault((id(stack), begin, end), Captured(self._pool))
+        joined = stack.decompositions(runner.states)
+        assert joined is not None
+        means = [m for la in stack.layers for m in runner.states[la.name].means.values()]
+        used = [t for key in joined for t in stack.running(runner.states, key)]
+        damping = stages.damping_values(runner.settings, runner.step)
+        found = graph.run([stack, *joined.values(), *means, *used, damping], lambda: _renew(stack, begin, end, runner))
+        return {key: good.clone() for key, good in found.items()}
 
     def look(self, runner: Runner, *, all_of_it: bool = False) -> None:
         """Count what went well and decompose what did not once more, with more care. Waits for what is long past."""
@@ -153,8 +181,8 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
         means[key] = mean_eigenvalue(values[here]) / weight
     for i, layer in enumerate(stack.layers[begin:end]):
         state = states[layer.name]
-        state.means = {key: mean[i * blocks : (i + 1) * blocks].clone() for key, mean in means.items()}
-        state.decomposed_at = runner.step
+        for key, mean in means.items():  # in place: a captured graph reads them
+            state.means[key].copy_(mean[i * blocks : (i + 1) * blocks])
     damping = stages.stack_damping(stack, states, settings, runner.step)
     if isinstance(damping, Tensor):
         damping = damping[here].flatten()

@@ -15,6 +15,7 @@ from torch import Tensor
 from dkfac import health, reduce, renew, shares, stages, updates
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
+from dkfac.graph import StatisticsGraph, StepGraph, look_at_gradients
 from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
@@ -52,6 +53,8 @@ class Runner:
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self._renewal = renew.Renewal()
+        self.graph, self.statistics = StepGraph(), StatisticsGraph()
+        tape.waiting.hold = settings.cuda_graph and exchange is None and layers[0].weight.is_cuda
         self._refreshed_at = -1
         self._stack()
         self.step = 0
@@ -126,17 +129,14 @@ class Runner:
 
     def take_step(self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any]) -> None:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        gradients = [g._values() if g.is_sparse else g for g in gradients]
-        device = gradients[0].device if gradients else self.layers[0].weight.device
+        device = next((p.device for p in parameters if p.grad is not None), self.layers[0].weight.device)
         timer = self.tape.timer
         moved = [self.states[layer.name].follow(layer.weight, layer.dtype) for layer in self.layers]
         if any(moved):
             self._stack()
         self._raise_what_failed()
         self._check_placement()
-        norms = stages.Norms(parameters, device)
-        good = norms.are_finite(getattr(optimizer, "found_inf", None))
+        norms, good = look_at_gradients(self, optimizer, parameters, device)
         good_batch = good
         if self.measuring:
             measured = self.tape.take()
@@ -149,9 +149,10 @@ class Runner:
         with timer.stage("decompose", device), tf32(False, device):
             self._decompose()
         with timer.stage("precondition", device):
-            written = updates.precondition(self, optimizer, rates, norms, good, device)
-            rest = [p.grad for p in parameters if p.grad is not None and id(p) not in written]
-            stages.zero_where(~good, [g._values() if g.is_sparse else g for g in rest])
+            if norms is not None or not self.graph.finish(self, getattr(optimizer, "grad_scale", None)):
+                norms = norms or stages.Norms(parameters, device)
+                written = updates.precondition(self, optimizer, rates, norms, good, device)
+                stages.zero_where(~good, stages.gradients([p for p in parameters if id(p) not in written]))
         self.count("skipped_batches", ~good_batch)
         self.step += 1
 
@@ -194,7 +195,8 @@ class Runner:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
         if self.exchange is None:
-            good = reduce.absorb_alone(self, measured, good, decay)
+            found = self.statistics.average(self, measured, good, decay) if self.tape.waiting.hold else None
+            good = reduce.absorb_alone(self, measured, good, decay) if found is None else found
         else:
             reduced = self._last_reduced = reduce.Reduced(self, self.exchange, measured, good)
             good = reduced.good

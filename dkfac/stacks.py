@@ -37,9 +37,13 @@ class Stack:
     def __init__(self, layers: list[Layer], *, pad: bool = True) -> None:
         self.layers = layers
         self._pads = pad
-        self.blocks, outputs, inputs = layers[0].spec.grad_shape
+        self.blocks, *sizes = layers[0].spec.grad_shape
+        self.transposed = layers[0].kind == "conv1d-transposed"
+        """Whether gradients are kept as ``[n, I, O]``, as the weight is: to turn them twice would cost much."""
+        if self.transposed:
+            sizes.reverse()
         self.dtype, self.device = layers[0].dtype, layers[0].weight.device
-        self.padded = [self._pad(outputs), self._pad(inputs)]
+        self.sizes, self.padded = sizes, [self._pad(size) for size in sizes]
         self._averages: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._decompositions: dict[str, tuple[list[Decomposition], Decomposition]] = {}
         self._grads: Tensor | None = None
@@ -111,7 +115,7 @@ class Stack:
         return from_tensors(common), [from_tensors(view) for view in views]
 
     def read(self) -> Tensor:
-        """Return the gradients, ``[n * B, O, I]``, padded with zeros, in a buffer that stays."""
+        """Return the gradients, ``[n * B, O, I]`` or ``[n * B, I, O]``, padded with zeros, in a buffer that stays."""
         if self._grads is None:
             shape = (len(self) * self.blocks, *self.padded)
             self._grads = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -123,6 +127,17 @@ class Stack:
                 parts[1].zero_()
         return self._grads
 
+    @property
+    def buffer(self) -> Tensor:
+        """Where the gradients were read to."""
+        assert self._grads is not None
+        return self._grads
+
+    def norms(self, grads: Tensor) -> Tensor:
+        """Return the layers' norms, ``[n]``, of a tensor shaped like the buffer."""
+        found: Tensor = torch.linalg.vector_norm(grads.view(len(self), -1), dim=1)
+        return found
+
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return the gradients that there are, each with its view of the buffer."""
         found = [
@@ -133,9 +148,10 @@ class Stack:
         return [(grad, part) for grad, part in found if grad is not None]
 
     def split(self, grads: Tensor) -> list[tuple[Layer, Tensor]]:
-        """Return each layer with its view of a tensor shaped like the buffer, without padding."""
-        outputs, inputs = self.layers[0].spec.grad_shape[1:]
-        views = torch.split(grads[:, :outputs, :inputs], self.blocks)
+        """Return each layer with its view ``[B, O, I]`` of a tensor shaped like the buffer, without padding."""
+        down, across = self.sizes
+        bare = grads[:, :down, :across]
+        views = torch.split(bare.mT if self.transposed else bare, self.blocks)
         return list(zip(self.layers, views, strict=True))
 
 

@@ -47,7 +47,7 @@ class Norms:
         return squares[index].view(-1, 2).sum(1).sqrt()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return the same numbers as a tensor, copied to a device once."""
     return torch.tensor(numbers, device=device, dtype=dtype)
@@ -157,6 +157,11 @@ def is_ready(layer: Layer, state: LayerState) -> bool:
     return len(state.decomposed) == len(layer.spec.factors)
 
 
+def damping_values(settings: Settings, step: int) -> tuple[float, float]:
+    """Return the damping of layers and of norm layers at a step."""
+    return settings.at("damping", step), settings.at("norm_damping", step)
+
+
 def stack_damping(stack: Stack, states: dict[str, LayerState], settings: Settings, step: int) -> Tensor | float:
     """Return the damping of layers that are alike: a number, or ``[n * B, 1, 1]``."""
     found = [damping_of(layer, states[layer.name], settings, step) for layer in stack.layers]
@@ -175,6 +180,8 @@ def directions(stack: Stack, runner: Runner, grads: Tensor) -> Tensor:
     """Return the preconditioned gradients of layers that are alike and ready."""
     joined = stack.decompositions(runner.states)
     assert joined is not None
+    if stack.transposed:
+        joined = {"A": joined["G"], "G": joined["A"]}
     bases = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
     if bases:
         damping = stack_damping(stack, runner.states, runner.settings, runner.step)
@@ -242,6 +249,12 @@ def kl_products(
     return result
 
 
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that there are, dense."""
+    found = [p.grad for p in parameters if p.grad is not None]
+    return [g._values() if g.is_sparse else g for g in found]
+
+
 BATCHED = 2**16
 """Elements up to which gradients are zeroed together rather than one by one."""
 
@@ -264,6 +277,8 @@ def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros(0, device=device)
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]  # a norm overflows float16 before its entries
-    found = [n.to(device) for n in torch._foreach_norm(wide)]
-    dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
-    return torch.stack([n.to(dtype) for n in found])
+    found = list(torch._foreach_norm(wide))
+    if any(n.device != device or n.dtype != found[0].dtype for n in found):
+        dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
+        found = [n.to(device, dtype) for n in found]
+    return torch.stack(found)

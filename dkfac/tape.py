@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ class Tape:
         """Keep an error of the capture for the step, where other ranks are told of it."""
         self.error: BaseException | None = None
         self.timer = StageTimer()
+        self._nodes: dict[int, tuple[Tensor, torch.dtype, torch.device, Any]] = {}
         self.waiting = Waiting(self)
         self.waits = True
         """Whether calls may be summed later than they are recorded."""
@@ -88,7 +90,7 @@ class Tape:
     def discard(self) -> None:
         """Forget what was measured since the last step."""
         self.window = Window()
-        self.waiting.clear()
+        self.waiting.take()
         if self.overlap is not None:
             self.overlap.reset()
 
@@ -124,13 +126,13 @@ class Tape:
 
     def leave(self) -> None:
         self._task = -1
-        self.flush()
+        self.guarded(self.waiting.end_pass)
         self.window.filled = not self._no_gradients()
 
-    def flush(self) -> None:
-        """Sum the calls that wait."""
+    def guarded(self, function: Callable[[], None]) -> None:
+        """Run it; keep an error for the step where other ranks are told of it."""
         try:
-            self.waiting.flush()
+            function()
         except Exception as error:
             if not self.defer_errors:
                 raise
@@ -183,7 +185,7 @@ class Tape:
         layer = self.layers[index]
         self.enter()
         exact = self.settings.fisher == "exact"
-        if (exact and self.column is None) or (not exact and not reaches(layer.weight)):
+        if (exact and self.column is None) or (not exact and not self._reaches(layer.weight)):
             return
         examples, terms = sizes
         device = g.device
@@ -215,6 +217,15 @@ class Tape:
         if self.overlap is not None:
             self.overlap.note_recorded(layer, called_again=sums.called_again)
 
+    def _reaches(self, weight: Tensor) -> bool:
+        """Whether this pass computes a weight's gradient; finding the node for that is slow, so it is kept."""
+        kept = self._nodes.get(id(weight))
+        if kept is None or kept[0] is not weight or kept[1:3] != (weight.dtype, weight.device):
+            if not weight.requires_grad:
+                return False
+            kept = self._nodes[id(weight)] = (weight, weight.dtype, weight.device, _node(weight))
+        return reaches(weight, kept[3])
+
     def _may_wait(self, name: str) -> bool:
         """Whether a call is plain enough to be summed later, with others."""
         return (
@@ -245,7 +256,8 @@ class Tape:
 
     def take(self) -> Measured:
         """Return what was measured since the last call and start anew."""
-        self.flush()
+        if not self.waiting.hold:
+            self.guarded(self.waiting.flush)
         window, unit = self.window, self.unit()
         self.window, self._task = Window(), -1
         self._num_passes_without_step = 0
@@ -306,19 +318,23 @@ class Tape:
             sums.add(key, value)
 
 
-def reaches(weight: Tensor) -> bool:
+def reaches(weight: Tensor, node: Any = None) -> bool:
     """Whether the backward pass that runs now also computes this weight's gradient.
 
-    One for the input alone (adversarial examples, saliency) passes through the layer and must not count.
+    One for the input alone (adversarial examples, saliency) passes through the layer and must not count. ``node``: what
+    accumulates the gradient, if known.
     """
     if not weight.requires_grad:
         return False
     try:
-        with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):  # a compiled backward runs us below autograd
-            node = get_gradient_edge(weight).node
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(torch._C._will_engine_execute_node(_node(weight) if node is None else node))
     except RuntimeError:  # autograd.grad with the weight among its inputs
         return True
+
+
+def _node(weight: Tensor) -> Any:
+    with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):  # a compiled backward runs us below autograd
+        return get_gradient_edge(weight).node
 
 
 def _here(value: Tensor | float, like: Tensor | float) -> Tensor | float:

@@ -19,6 +19,9 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str, device: torch.device) -> Iterator[None]:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            yield  # its time is that of the graph's replay
+            return
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             stream = torch.cuda.current_stream(device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dkfac import shares, stages
 from dkfac.exchange import Exchange
 from dkfac.layers.layer import Layer, split_grad
-from dkfac.ops.fused import absorb_
+from dkfac.ops.fused import finish_
 from dkfac.ops.precision import tf32
 from dkfac.ops.rescale import kl_factor
 from dkfac.stacks import Stack, write_back
@@ -44,6 +44,7 @@ def precondition(
         if layer.weight.grad is not None and stages.is_ready(layer, runner.states[layer.name])
     }
     mine = {name for name in ready if runner.rank in runner.placements[name].preconditioned_by}
+    loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
     with tf32(runner.settings.tf32, device):
         chunks = _directions(runner, mine)
     order = [layer for chunk in chunks for layer in chunk.stack.layers]
@@ -53,7 +54,6 @@ def precondition(
     if runner.exchange is not None and runner.plan.share == "gradients":
         order = list(ready.values())
         others, after, sane = _exchange(runner.exchange, chunks, order, sane, device)
-    loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
     lengths = _Lengths(runner, order, after, sane, device)
     if runner.settings.rescale == "kl-clip":
         values = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
@@ -82,8 +82,13 @@ def _directions(runner: Runner, mine: set[str]) -> list[Chunk]:
             continue
         for layer in layers:
             alone = Stack([layer], pad=False)
-            chunks.append(_direction(runner, alone, lambda raw, la=layer: stages.direction(la, runner, raw)))
+            chunks.append(_direction(runner, alone, lambda raw, s=alone: _one_direction(s, runner, raw)))
     return chunks
+
+
+def _one_direction(stack: Stack, runner: Runner, raw: Tensor) -> Tensor:
+    grad = stages.direction(stack.layers[0], runner, raw.mT if stack.transposed else raw)
+    return grad.mT.contiguous() if stack.transposed else grad
 
 
 def _direction(runner: Runner, stack: Stack, solve: Any) -> Chunk:
@@ -94,16 +99,11 @@ def _direction(runner: Runner, stack: Stack, solve: Any) -> Chunk:
         if runner.exchange is None:
             raise
         runner.tape.error, update = runner.tape.error or error, raw.clone()  # told in the next header
-    norms = _norms(stack, update)
+    norms = stack.norms(update)
     if runner.exchange is not None:  # a bad one goes out as the raw gradient
         sane = torch.isfinite(norms).repeat_interleave(stack.blocks)[:, None, None]
         update = torch.where(sane, update, raw)
     return Chunk(stack, raw, update, norms)
-
-
-def _norms(stack: Stack, grads: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(grads.view(len(stack), -1), dim=1)
-    return found
 
 
 def _exchange(
@@ -189,8 +189,7 @@ def _write(runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], lengt
             here = stages.constant(tuple(places), lengths.device)
         scale = lengths.scales[here].to(stack.device, stack.dtype)
         sane, flat = lengths.sane[here].to(stack.device), (len(stack), -1)
-        absorb_(chunk.raw.view(flat), chunk.update.view(flat), 0.0, scale, sane)
-        chunk.raw.masked_fill_(bad.to(stack.device), 0)
+        finish_(chunk.raw.view(flat), chunk.update.view(flat), scale, sane, good.to(stack.device))
     write_back([chunk.stack for chunk in chunks])
     for name, value in others.items():
         scale = lengths.scales[lengths.place[name]].to(value)

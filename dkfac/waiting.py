@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dkfac.layers.conv import strip_taps
 from dkfac.layers.layer import Layer
-from dkfac.layers.rows import PATCH_BYTES, Sample, block_of, rows_of
+from dkfac.layers.rows import PATCH_BYTES, block_of, rows_of
 from dkfac.ops.precision import tf32
+from dkfac.replay import SumGraphs
 from dkfac.sums import gradient_sum, input_sum
 from dkfac.window import Sums
 
@@ -27,88 +28,143 @@ WAITING_BYTES = 512 * 2**20
 """Inputs and gradients that are kept beyond their time."""
 
 
+TOGETHER_BYTES = 16 * 2**20
+"""Inputs from this size on are summed at once, each alone: to lay them side by side would cost more than launches."""
+
+
 @dataclass(slots=True)
 class Call:
     layer: Layer
     sums: Sums
     x: Tensor
     g: Tensor
+    alike: tuple[Any, ...]
+    """What must be equal to sum calls together; examples and weight are the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    number: int | None
+    """The same for layers that differ in nothing but their name and weights; None for kinds that cannot wait."""
+    copies: int
+    """Of the input, that are made to sum the products of its patches."""
+
+
+def _form(layer: Layer) -> _Form:
+    module: Any = layer.module
+    traits: tuple[Any, ...] = (layer.kind, layer.spec.factors, layer.has_bias)
+    if layer.kind != "conv":
+        return _Form(hash(traits) if layer.kind in ("linear", "conv1d-transposed") else None, 1)
+    geometry = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
+    return _Form(hash((traits, geometry)), strip_taps(module))
+
+
+def rows_per_call(layer: Layer, x: Tensor, g: Tensor) -> float:
+    """Return how many rows a call has: positions of the output of a convolution, of the input of others."""
+    return float(x.shape[0] * math.prod(g.shape[2:]) if layer.kind == "conv" else x.numel() // x.shape[-1])
 
 
 class Waiting:
-    """Calls that are not summed yet, by what must be equal to sum them together."""
+    """Calls that are not summed yet."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._calls: dict[Any, list[Call]] = {}
+        self.calls: list[Call] = []
+        self.hold = False
+        """Whether calls may wait for the step, where a graph sums them."""
         self._num_bytes = 0
+        self._graphs = SumGraphs()
+        self._forms: dict[str, _Form] = {}
 
-    def clear(self) -> None:
-        self._calls.clear()
-        self._num_bytes = 0
+    def take(self) -> list[Call]:
+        """Return what waits, in the order of the layers if each was called once."""
+        calls, self.calls, self._num_bytes = self.calls[::-1], [], 0
+        return calls
 
     def add(self, layer: Layer, sums: Sums, x: Tensor, g: Tensor, examples: int, weight: float) -> bool:
         """Take a call in, if it is of a kind that can wait."""
-        sample, ratio = self._tape.sample, 1.0
-        module: Any = layer.module
-        form: tuple[Any, ...] = ()
+        sample = self._tape.sample
+        form = self._forms.get(layer.name)
+        if form is None:
+            form = self._forms[layer.name] = _form(layer)
+        if form.number is None or x.ndim < 2 or x.shape[0] != examples or self._tape.settings.batch_dim != 0:
+            return False
         if layer.kind == "conv":
-            if x.ndim != 2 + len(module.kernel_size) or x.shape[0] != examples:
-                return False
+            module: Any = layer.module
             positions = math.prod(g.shape[2:])
+            if x.ndim != 2 + len(module.kernel_size):
+                return False
             if sample.every > 1 and positions > 1:
                 begin, end = block_of(examples, sample)
-                ratio, examples = examples / (end - begin), end - begin
+                weight, examples = weight * examples / (end - begin), end - begin
                 x, g = x[begin:end], g[begin:end]
-            num_bytes = positions * x.shape[0] * module.in_channels * strip_taps(module) * x.element_size()
-            form = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups)
-            form += (module.padding_mode,)
-            sample = Sample()
-        elif layer.kind in ("linear", "conv1d-transposed"):
-            if x.ndim < 2 or x.shape[0] != examples or self._tape.settings.batch_dim != 0:
-                return False
-            num_bytes = x.numel() * x.element_size()
+            num_bytes = positions * x.shape[0] * module.in_channels * form.copies * x.element_size()
         else:
-            return False
+            if sample.every > 1 and x.ndim > 2:
+                x, g = (t.reshape(examples, -1, t.shape[-1]) for t in (x, g))
+                all_positions = x.shape[1]
+                if all_positions > 1:
+                    x, g = (t[:, sample.offset % all_positions :: sample.every] for t in (x, g))
+                    weight = weight * all_positions / x.shape[1]
+            num_bytes = x.numel() * x.element_size()
         if num_bytes > PATCH_BYTES:
             return False
-        alike = (layer.kind, layer.spec.factors, layer.has_bias, x.shape, g.shape, x.dtype, g.dtype, layer.dtype,
-                 x.device, form, examples, weight * ratio, sample)  # fmt: skip
-        self._calls.setdefault(alike, []).append(Call(layer, sums, x, g))
+        alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples, weight)
+        call = Call(layer, sums, x, g, alike)
+        if x.numel() * x.element_size() >= TOGETHER_BYTES:
+            self.sum([call])
+            return True
+        self.calls.append(call)
         self._num_bytes += (x.numel() + g.numel()) * x.element_size()
         if self._num_bytes > WAITING_BYTES:
             self.flush()
         return True
 
+    def end_pass(self) -> None:
+        """Sum what waits, unless it may wait for the step."""
+        if not self.hold:
+            self.flush()
+
     def flush(self) -> None:
         """Sum what waits."""
-        calls, tape = self._calls, self._tape
-        self._calls, self._num_bytes = {}, 0
-        for alike, waiting in calls.items():
-            x = waiting[0].x
-            *_, examples, weight, sample = alike
-            module: nn.Module = waiting[0].layer.module
-            taps = strip_taps(module) if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
-            most = max(1, PATCH_BYTES // max(1, x.numel() * x.element_size() * taps))
-            device = x.device
-            plain = torch.autocast(device.type, enabled=False)
-            with torch.no_grad(), plain, tf32(tape.settings.tf32, device), tape.timer.stage("capture", device):
-                for start in range(0, len(waiting), most):
-                    self._sum(waiting[start : start + most], examples, weight, sample)
+        self.sum(self.take())
 
-    def _sum(self, calls: list[Call], examples: int, weight: float, sample: Sample) -> None:
-        parts, layer, settings = len(calls), calls[0].layer, self._tape.settings
-        x, g = calls[0].x, calls[0].g
-        if parts > 1:
-            x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
-        (rows,) = rows_of(
-            layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, sample=sample, whole=True
-        )
-        inputs, count = input_sum(layer, rows, None, settings, parts=parts)
-        factor = layer.spec.factor("G")
-        gradients = gradient_sum(layer, factor, rows, weight * rows.ratio, settings, parts=parts)
-        each = zip(torch.split(inputs, factor.num_blocks), torch.split(gradients, factor.num_blocks), strict=True)
+    def sum(self, calls: list[Call]) -> None:
+        """Add calls to the sums they belong to, those alike together."""
+        tape, groups = self._tape, dict[tuple[Any, ...], list[Call]]()
+        for call in calls:
+            groups.setdefault(call.alike, []).append(call)
+        for group in groups.values():
+            x = group[0].x
+            copies = self._forms[group[0].layer.name].copies
+            most = max(1, PATCH_BYTES // max(1, x.numel() * x.element_size() * copies))
+            plain = torch.autocast(x.device.type, enabled=False)
+            with torch.no_grad(), plain, tf32(tape.settings.tf32, x.device), tape.timer.stage("capture", x.device):
+                for start in range(0, len(group), most):
+                    self._sum(group[start : start + most])
+
+    def _sum(self, calls: list[Call]) -> None:
+        layer, blocks = calls[0].layer, calls[0].layer.spec.factor("G").num_blocks
+        if self.hold and not any(call.sums.factors for call in calls) and not torch.cuda.is_current_stream_capturing():
+            name = "+".join(call.layer.name for call in calls)
+            tensors = [t for call in calls for t in (call.x, call.g)]
+            inputs, gradients = self._graphs.run(name, tensors, calls[0].alike, lambda: self._products(calls))
+        else:
+            inputs, gradients = self._products(calls)
+        rows = rows_per_call(layer, calls[0].x, calls[0].g)
+        each = zip(torch.split(inputs, blocks), torch.split(gradients, blocks), strict=True)
         for call, (a, b) in zip(calls, each, strict=True):
             call.sums.add("A", a)
             call.sums.add("G", b)
-            call.sums.rows = call.sums.rows + count
+            call.sums.rows = call.sums.rows + rows
+
+    def _products(self, calls: list[Call]) -> list[Tensor]:
+        """Return the sums for A and for G, one call's after the other's."""
+        parts, layer, settings = len(calls), calls[0].layer, self._tape.settings
+        *_, examples, weight = calls[0].alike
+        x, g = calls[0].x, calls[0].g
+        if parts > 1:
+            x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
+        (rows,) = rows_of(layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, whole=True)
+        inputs, _ = input_sum(layer, rows, None, settings, parts=parts)
+        return [inputs, gradient_sum(layer, layer.spec.factor("G"), rows, weight, settings, parts=parts)]

@@ -98,9 +98,10 @@ def divided(rotated, g_values, a_values, damping):
     return result
 
 
-def finished(update, raw, scale, sane):
+def finished(raw, update, scale, sane, good):
     terms = zip(update, raw, scale, sane.tolist(), strict=True)
-    return torch.stack([s * u if ok else r for u, r, s, ok in terms])
+    found = torch.stack([s * u if ok else r for u, r, s, ok in terms])
+    return found if good.item() else torch.zeros_like(found)
 
 
 def absorb_arguments(way, shape, first=True):
@@ -119,7 +120,7 @@ def divide_arguments(way, shape):
 def finish_arguments(way, shape, first=True):
     sane = alternating(way, shape[0], first)
     update, raw = spoil(random(way, *shape), sane), random(way, *shape, seed=1)
-    return update, raw, spoil(random(way, shape[0], seed=2), sane), sane
+    return raw, update, spoil(random(way, shape[0], seed=2), sane), sane, torch.ones_like(sane[0])
 
 
 @every_way
@@ -158,14 +159,19 @@ def test_divide_divides_by_the_damped_product_of_the_eigenvalues(way, shape, off
 @every_flag
 @every_offset
 def test_finish_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(way, shape, first, offset):
-    update, *rest = finish_arguments(way, shape, first)
-    expected = finished(update, *rest)
-    update, buffer = framed(update, offset)
-    assert fused._use_triton(update, *rest) == way.kernels
-    assert fused.finish_(update, *rest) is update
-    assert same_bits(update, expected)
-    assert torch.isfinite(update).all()
-    assert frame_is_intact(update, buffer)
+    raw, *rest = finish_arguments(way, shape, first)
+    expected = finished(raw, *rest)
+    raw, buffer = framed(raw, offset)
+    assert fused._use_triton(raw, *rest) == way.kernels
+    fused.finish_(raw, *rest)
+    assert same_bits(raw, expected)
+    assert torch.isfinite(raw).all()
+    assert frame_is_intact(raw, buffer)
+    *rest, good = rest
+    raw.fill_(torch.nan)
+    fused.finish_(raw, *rest, ~good)
+    assert same_bits(raw, torch.zeros_like(raw))
+    assert frame_is_intact(raw, buffer)
 
 
 @pytest.mark.parametrize("way", KERNELS)

@@ -53,6 +53,7 @@ NUMBERS = {
     "spread_refresh": (">= 1", [0, -1, 2.5, None, True]),
     "statistics_fraction": ("> 0 and <= 1", [0, -0.5, 1.5, None, True, "half"]),
     "tf32": ("True or False", [1, None, "yes"]),
+    "cuda_graph": ("True or False", [1, None, "yes"]),
     "worker_fraction": ("> 0 and <= 1", [0, 0.0, -0.5, 1.5, math.nan, math.inf, "0.5", True]),
 }
 OTHERS = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dkfac.ops import correlate, factors
+from dkfac.ops import conv_fused, correlate, factors
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -26,6 +26,12 @@ def _correlates(module: Conv) -> bool:
     return correlate.correlates(module.kernel_size[0], module.stride[0], module.dilation[0], above + below)
 
 
+def _is_plain(module: Conv) -> bool:
+    """Whether a convolution of one tap sees each position once, as it is."""
+    return module.groups == 1 and set(module.stride) == {1} and not any(conv_padding(module.padding, module.kernel_size,
+        module.dilation))  # fmt: skip
+
+
 def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int = 1) -> Tensor:
     """Return the sum over patches of ``p p^T``, ``[parts * groups, D, D]``, features in the weight's order.
 
@@ -34,12 +40,17 @@ def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, par
     taps = math.prod(module.kernel_size)
     channels = module.in_channels // module.groups
     features = channels * taps
+    if taps == 1 and _is_plain(module):
+        rows = x.movedim(1, -1).reshape(x.shape[0], -1, 1, channels)
+        return factors.gram(rows, ones=ones, dtype=dtype, parts=parts)
     if not _correlates(module):
         rows = patches(module, x, aligned=factors.adds_in_float32(x, dtype))
         total = factors.gram(rows, ones=ones, dtype=dtype, features=features, parts=parts)
         return factors.in_weight_order(total, taps)
     above, below = conv_padding(module.padding, module.kernel_size, module.dilation)[-2:]
     height, width = module.kernel_size[0], taps // module.kernel_size[0]
+    if isinstance(module, nn.Conv2d) and height == 3 and min(above, below) > 0:
+        return _rows_of_three(module, x, ones=ones, dtype=dtype, parts=parts)
     windows = _windows(module, x, first=1)
     windows = windows.reshape(*windows.shape[:2], -1, width * channels) if windows.ndim > 6 else windows
     strips = correlate.with_room(windows, height)
@@ -49,12 +60,35 @@ def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, par
     blocks = blocks.view(parts, height, height, width, channels, width, channels)
     inner.copy_(blocks.permute(0, 4, 1, 3, 6, 2, 5))
     if ones:
-        total = correlate.patch_sum(strips, height, dtype, parts).view(parts, height, width, channels)
-        total = total.permute(0, 3, 1, 2).reshape(parts, features)
-        full[:, :-1, -1] = total
-        full[:, -1, :-1] = total
-        full[:, -1, -1] = strips.shape[0] // parts * (strips.shape[1] - height + 1) * strips.shape[2]
+        _fill_ones(full, strips, height, width, dtype)
     return full
+
+
+def _rows_of_three(module: nn.Conv2d, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int) -> Tensor:
+    """Return ``patches_gram`` of a kernel of three rows, with zeros above and below, in few launches: most are so."""
+    left, right, above, below = conv_padding(module.padding, module.kernel_size, module.dilation)
+    width = module.kernel_size[1]
+    strips = conv_fused.strips(x, width, module.stride[1], module.dilation[1], (above, below, left, right), 2)
+    totals = correlate.row_products(strips, 3, dtype, parts)
+    borders: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    if min(above, below) == 1:  # the last tap does not reach the first row, nor the first the last
+        ends = [strips[:, row].reshape(parts, -1, strips.shape[-1]) for row in (above, -1 - below)]
+        top, bottom = (factors.product(rows, rows, dtype) for rows in ends)
+        borders = (top if above == 1 else torch.zeros_like(top), bottom if below == 1 else torch.zeros_like(bottom))
+    full = conv_fused.assemble(totals, borders, module.in_channels, int(ones))
+    if ones:
+        _fill_ones(full, strips, 3, width, dtype)
+    return full
+
+
+def _fill_ones(full: Tensor, strips: Tensor, height: int, width: int, dtype: torch.dtype) -> None:
+    """Fill in the row and column of a feature that is always 1."""
+    parts = len(full)
+    total = correlate.patch_sum(strips, height, dtype, parts).view(parts, height, width, -1)
+    total = total.permute(0, 3, 1, 2).reshape(parts, -1)
+    full[:, :-1, -1] = total
+    full[:, -1, :-1] = total
+    full[:, -1, -1] = strips.shape[0] // parts * (strips.shape[1] - height + 1) * strips.shape[2]
 
 
 def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:

@@ -35,7 +35,9 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        weight = self.module.weight
+        weight: object = self.module._parameters.get("weight")
+        if weight is None:  # parametrised: made anew each time
+            weight = self.module.weight
         assert isinstance(weight, Tensor)
         return weight
 

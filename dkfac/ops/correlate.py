@@ -30,25 +30,15 @@ def patch_gram(strips_NHWF: Tensor, kernel: int, above: int, below: int, dtype: 
     ``strips_NHWF``: of the padded images, of which the rows ``above`` and ``below`` are zeros, as ``with_room`` makes
     them. ``parts``: of the images, that are summed apart.
     """
-    height, width, features = strips_NHWF.shape[1:]
-    images = strips_NHWF.shape[0] // parts
-    length = images * height * width
-    num_out = height - kernel + 1
-    totals = []
-    for distance in range(kernel):
-        shape, steps = (parts, length, features), (length * features, features, 1)
-        here = strips_NHWF.as_strided(shape, steps)
-        there = here
-        if distance:
-            offset = strips_NHWF.storage_offset() + distance * width * features
-            there = strips_NHWF.as_strided(shape, steps, offset)
-        totals.append(product(here, there, dtype))
+    features = strips_NHWF.shape[-1]
+    totals = row_products(strips_NHWF, kernel, dtype, parts)
     signed = torch.stack([*(t.mT for t in reversed(totals[1:])), *totals], dim=1)
     places = [second - first + kernel - 1 for first in range(kernel) for second in range(kernel)]
     blocks = torch.stack([signed[:, place] for place in places], dim=1).view(parts, kernel, kernel, features, features)
-    for (row, distance), pairs in _missed(kernel, num_out, height, above, below).items():
-        rows, others = (strips_NHWF[:, r].reshape(parts, images * width, features) for r in (row, row + distance))
-        border = product(rows, rows if distance == 0 else others, dtype)
+    for (row, distance), pairs in missed(kernel, strips_NHWF.shape[1], above, below).items():
+        rows = strips_NHWF[:, row].reshape(parts, -1, features)
+        others = rows if distance == 0 else strips_NHWF[:, row + distance].reshape(parts, -1, features)
+        border = product(rows, others, dtype)
         for one, other in pairs:
             blocks[:, one, other] -= border
             if distance:
@@ -56,12 +46,24 @@ def patch_gram(strips_NHWF: Tensor, kernel: int, above: int, below: int, dtype: 
     return blocks
 
 
+def row_products(strips_NHWF: Tensor, kernel: int, dtype: torch.dtype, parts: int) -> list[Tensor]:
+    """Return the products of strips 0, 1, ... rows apart, ``[parts, F, F]`` each, the border rows included."""
+    width, features = strips_NHWF.shape[2:]
+    length = strips_NHWF.shape[0] // parts * strips_NHWF.shape[1] * width
+    shape, steps = (parts, length, features), (length * features, features, 1)
+    here = strips_NHWF.as_strided(shape, steps)
+    start = strips_NHWF.storage_offset()
+    shifted = [strips_NHWF.as_strided(shape, steps, start + d * width * features) for d in range(1, kernel)]
+    return [product(here, there, dtype) for there in (here, *shifted)]
+
+
 Pairs = list[tuple[int, int]]
 
 
-def _missed(kernel: int, num_out: int, height: int, above: int, below: int) -> dict[tuple[int, int], Pairs]:
+def missed(kernel: int, height: int, above: int, below: int) -> dict[tuple[int, int], Pairs]:
     """Return products of border rows, as (row, distance), each with the pairs of taps that do not reach it."""
     found: dict[tuple[int, int], Pairs] = {}
+    num_out = height - kernel + 1
     for one in range(kernel):
         for other in range(one, kernel):
             distance = other - one

@@ -59,17 +59,18 @@ def divide_(rotated: Tensor, g_values: Tensor, a_values: Tensor, damping: Tensor
     return rotated
 
 
-def finish_(update: Tensor, raw: Tensor, scale: Tensor, sane: Tensor) -> Tensor:
-    """Multiply ``update[i]`` by ``scale[i]`` where ``sane[i]``, set it to ``raw[i]`` elsewhere, and return ``update``.
+def finish_(raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor) -> None:
+    """Set ``raw[i]`` to ``scale[i] update[i]`` where ``sane[i]``; set all to zero if not ``good``, which is one flag.
 
-    ``update[i]`` and ``scale[i]`` may hold anything where not ``sane[i]``.
+    ``update[i]`` and ``scale[i]`` may hold anything where not ``sane[i]``, ``raw`` too where not ``good``.
     """
     assert update.shape == raw.shape
-    assert scale.shape == sane.shape == update.shape[:1]
-    if _use_triton(update, raw, scale, sane):
-        _launch_flat(_finish_kernel, update, raw, scale, sane)
-        return update
-    return update.copy_(torch.where(_over(sane, update), update * _over(scale, update), raw))
+    assert scale.shape == sane.shape == raw.shape[:1]
+    if _use_triton(raw, update, scale, sane, good):
+        _launch_flat(_finish_kernel, raw, update, scale, sane, good)
+    else:
+        chosen = torch.where(_over(sane, raw), update * _over(scale, raw), raw)
+        raw.copy_(chosen.masked_fill_(~good, 0))
 
 
 def _over(vector: Tensor, stack: Tensor) -> Tensor:
@@ -170,12 +171,13 @@ def _divide_kernel(  # type: ignore[no-untyped-def]
     tl.store(rotated + place, tl.div_rn(numerator, g[:, None] * a[None, :] + shift), mask=inside)
 
 
-def _finish_kernel(update, raw, scale, sane, size, pieces, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish_kernel(raw, update, scale, sane, good, size, pieces, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     item = tl.program_id(0) // pieces
     within = (tl.program_id(0) % pieces).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = item.to(tl.int64) * size + within
-    if tl.load(sane + item):
-        found = tl.load(update + place, mask=within < size, other=0.0)
-        tl.store(update + place, found * tl.load(scale + item), mask=within < size)
+    if tl.load(good):
+        if tl.load(sane + item):
+            found = tl.load(update + place, mask=within < size, other=0.0)
+            tl.store(raw + place, found * tl.load(scale + item), mask=within < size)
     else:
-        tl.store(update + place, tl.load(raw + place, mask=within < size, other=0.0), mask=within < size)
+        tl.store(raw + place, tl.zeros((BLOCK,), tl.float32), mask=within < size)

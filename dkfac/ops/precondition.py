@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
+from dkfac.ops.fused import divide_
 
 
 def spectrum(decompositions: dict[str, Eigen]) -> Tensor:
@@ -39,8 +40,16 @@ def precondition_eigen(
     left out: the pseudo-inverse.
     """
     rotated = rotate(grad_BOI, decompositions)
+    undamped = isinstance(damping, float) and damping == 0.0
+    if moments is None and "F" not in decompositions and not undamped:
+        each = damping.to(rotated.dtype) if isinstance(damping, Tensor) else rotated.new_full((), damping)
+        each = each.reshape(-1).expand(len(rotated)).contiguous()
+        rotated = rotated.clone() if rotated is grad_BOI else rotated.contiguous()
+        g, a = (decompositions[key].values.unsqueeze(1) for key in ("G", "A"))
+        divide_(rotated.unsqueeze(1), g, a, each)
+        return rotate(rotated, decompositions, back=True)
     eigenvalues = spectrum(decompositions) if moments is None else moments
-    if isinstance(damping, float) and damping == 0.0:
+    if undamped:
         largest = eigenvalues.amax((-2, -1), keepdim=True)
         floor = largest * torch.finfo(eigenvalues.dtype).eps * max(eigenvalues.shape[-2:])
         rotated = torch.where(eigenvalues > floor, rotated / eigenvalues, 0)

@@ -1,0 +1,206 @@
+"""The copies around a 2-d convolution's products of strips, each in one pass: Triton kernels, and the same in torch.
+
+``correlate`` says what strips are. Shapes: N = images, C = channels, kw = width of the kernel, F = kw * C features of a
+strip, ordered by tap, then channel, D = 3 * F features of a patch, in the order of the weight: channel, then tap. Both
+ways give the same bits. Kernels are compiled when shapes of a new kind come: call with all of them before a CUDA graph
+is captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dkfac.ops import fused
+
+tl: Any = None
+"""``triton.language``, set by ``_kernels``: kernels look it up among the globals of their module."""
+
+TILE = 2048
+MAX_FEATURES = 512
+ROWS, COLUMNS, WARPS = 16, 256, 8
+"""Of the result of ``assemble``, a program's tile: 16 columns of a total that is read transposed, 28 channels wide."""
+
+
+def strips(x: Tensor, width: int, stride: int, dilation: int, pads: Sequence[int], room: int) -> Tensor:
+    """Return the strips ``[N, H + above + below, Wo, kw * C]`` of images ``[N, C, H, W]``, and zeros behind them.
+
+    ``pads``: zeros (above, below, left, right). ``width``, ``stride`` and ``dilation`` are along the width. Behind the
+    strips lie ``room`` rows, ``room * Wo * kw * C`` zeros, for shifted views to reach. ``x``: best channels_last.
+    """
+    above, below, left, right = pads
+    images, channels, height, columns = x.shape
+    tall, wide = height + above + below, (columns + left + right - (width - 1) * dilation - 1) // stride + 1
+    assert min(above, below, left, right, room) >= 0
+    assert wide > 0, f"{columns} columns, padded by {left} and {right}, are narrower than the kernel"
+    features = width * channels
+    size = images * tall * wide * features
+    flat = torch.empty(size + room * wide * features, dtype=x.dtype, device=x.device)
+    found = flat[:size].view(images, tall, wide, features)
+    if not _use_triton((torch.float32, torch.bfloat16, torch.float16), x):
+        padded = F.pad(x, (left, right, above, below)).movedim(1, -1).contiguous()
+        windows = padded.unfold(2, (width - 1) * dilation + 1, stride)[..., ::dilation].mT
+        found.view(windows.shape).copy_(windows)
+        flat[size:] = 0
+        return found
+    across_tile, down_tile = _strip_tile(features, tall * wide)
+    across, pieces = -(-features // across_tile), -(-tall * wide // down_tile)
+    room_pieces = -(-room * wide // down_tile)
+    _launch(
+        _strips_kernel, (images * pieces + room_pieces) * across,
+        flat, x.contiguous(memory_format=torch.channels_last),
+        images, height, columns * channels, channels, features, tall * wide, wide, room * wide,
+        above, left, stride, (dilation - 1) * channels, pieces, across,
+        POSITIONS=down_tile, FEATURES=across_tile, DILATED=int(dilation > 1 and width > 1),
+    )  # fmt: skip
+    return found
+
+
+def assemble(
+    totals: Sequence[Tensor], borders: tuple[Tensor, Tensor] | tuple[None, None], channels: int, ones: int
+) -> Tensor:
+    """Return the sum over patches of ``p p^T`` of a kernel of 3 rows, ``[parts, D + ones, D + ones]``.
+
+    ``totals``: of the products of strips 0, 1 and 2 rows apart, each ``[parts, F, F]``. ``borders``: those of the first
+    and of the last row of the images with themselves, which the last and the first tap do not reach; None where the
+    padding lets every tap reach every row. The last row and column are left to the caller to fill if ``ones``.
+    """
+    parts, features = totals[0].shape[:2]
+    width = features // channels
+    assert len(totals) == 3
+    assert features == width * channels
+    top, bottom = borders
+    assert (top is None) == (bottom is None)
+    given = [*totals, *(t for t in borders if t is not None)]
+    assert all(t.shape == (parts, features, features) for t in given)
+    side = 3 * features + int(ones)
+    full = torch.empty(parts, side, side, dtype=totals[0].dtype, device=totals[0].device)
+    if not _use_triton((torch.float32,), *given):
+        same, one, two = totals
+        first = same if bottom is None else same - bottom
+        last = same if top is None else same - top
+        rows = ((first, one, two), (one.mT, same, one), (two.mT, one.mT, last))
+        inner = full[:, : 3 * features, : 3 * features].view(parts, channels, 3, width, channels, 3, width)
+        for i, row in enumerate(rows):
+            for j, block in enumerate(row):
+                block = block.reshape(parts, width, channels, width, channels)
+                inner[:, :, i, :, :, j].copy_(block.permute(0, 2, 1, 4, 3))
+        return full
+    given = [t.contiguous() for t in given]
+    tile = min(ROWS, 1 << (channels - 1).bit_length())
+    down, across = -(-channels // tile), -(-3 * features // COLUMNS)
+    _launch(
+        _assemble_kernel, parts * 3 * width * down * across,
+        full, *given[:3], given[-2], given[-1], channels, features, side, down, across,
+        WIDTH=width, BORDERS=int(top is not None), ROWS=tile, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return full
+
+
+def _strip_tile(features: int, positions: int) -> tuple[int, int]:
+    """Return powers of two: how many features, of how many positions, a program writes.
+
+    Few threads are to idle beyond the last feature, and runs to be long: each costs as much as 16 features.
+    """
+    widths = [1 << i for i in range(4, MAX_FEATURES.bit_length())]
+    width = min(widths, key=lambda w: (-(-features // w) * (w + 16), -w))
+    return width, min(TILE // width, 1 << (positions - 1).bit_length())
+
+
+def _use_triton(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors: of these types, on one GPU that Triton can run on, or interpreted."""
+    device = tensors[0].device
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False  # before Triton is imported in vain
+    if not all(t.device == device and t.dtype in dtypes for t in tensors):
+        return False
+    return fused._kernels() is not None and fused._works(device) and _kernels() is not None
+
+
+@functools.cache
+def _kernels() -> dict[Callable[..., None], Any] | None:
+    """Return the compiled form of each kernel, None without Triton."""
+    global tl
+    try:
+        triton = importlib.import_module("triton")
+        tl = importlib.import_module("triton.language")
+    except ImportError:
+        return None
+    return {kernel: triton.jit(kernel) for kernel in (_strips_kernel, _assemble_kernel)}
+
+
+def _launch(kernel: Callable[..., None], programs: int, first: Tensor, *arguments: Any, **constants: int) -> None:
+    kernels = _kernels()
+    assert kernels is not None
+    if programs == 0:
+        return
+    with torch.cuda.device(first.get_device()):  # Triton launches on the current one, wherever the tensors are
+        kernels[kernel][(programs,)](first, *arguments, **constants, **fused.ROUNDING)
+
+
+# The kernels. Offsets of images and rows are 64-bit. What is said in ``fused`` about annotations holds here too.
+
+
+def _strips_kernel(  # type: ignore[no-untyped-def]
+    flat, x, images, height, length, channels, features, positions, wide, room, above, left, stride, spread, pieces,
+    across, POSITIONS: tl.constexpr, FEATURES: tl.constexpr, DILATED: tl.constexpr,
+):  # fmt: skip
+    # The taps of a position lie side by side in the row of the image, of which ``length`` numbers are, unless dilated:
+    # then ``spread`` numbers are left out before each. The room is image number ``images``, all outside.
+    piece = tl.program_id(0) // across
+    feature = tl.program_id(0) % across * FEATURES + tl.arange(0, FEATURES)
+    image = tl.minimum(piece // pieces, images)
+    position = (piece - image * pieces) * POSITIONS + tl.arange(0, POSITIONS)
+    row = position // wide - above
+    place = ((position % wide * stride - left) * channels)[:, None] + feature[None, :]
+    if DILATED:
+        place += (feature // channels * spread)[None, :]
+    image = image.to(tl.int64)
+    has_row = (row >= 0) & (row < height) & (image < images)
+    is_feature = (feature < features)[None, :]
+    inside = has_row[:, None] & is_feature & (place >= 0) & (place < length)
+    source = ((image * height + row) * length)[:, None] + place
+    target = ((image * positions + position) * features)[:, None] + feature[None, :]
+    limit = tl.where(image < images, positions, room)
+    found = tl.load(x + source, mask=inside, other=0.0)
+    tl.store(flat + target, found, mask=(position < limit)[:, None] & is_feature)
+
+
+def _assemble_kernel(  # type: ignore[no-untyped-def]
+    full, same, one, two, top, bottom, channels, features, side, down, across,
+    WIDTH: tl.constexpr, BORDERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # A tile has the rows of one tap and of ROWS channels, and any columns.
+    tile = tl.program_id(0) % (down * across)
+    block = tl.program_id(0) // (down * across)
+    part = (block // (3 * WIDTH)).to(tl.int64)
+    tap = block % (3 * WIDTH)
+    y, x = tap // WIDTH, tap % WIDTH
+    channel = tile // across * ROWS + tl.arange(0, ROWS)
+    column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+    other_y, other_x = column // WIDTH % 3, column % WIDTH
+    feature = (x * channels + channel).to(tl.int64)[:, None]
+    other = (other_x * channels + column // (3 * WIDTH)).to(tl.int64)[None, :]
+    inside = (channel < channels)[:, None] & (column < 3 * features)[None, :]
+    start = part * features * features
+    ahead = feature * features + other
+    later = tl.where(other_y == y + 1, one + start, two + start)
+    total = tl.where(other_y == y, same + start, later)[None, :]
+    found = tl.load(total + ahead, mask=inside & (other_y >= y)[None, :], other=0.0)
+    if y > 0:  # a load of its own: what it reads lies side by side along the tile's other dimension
+        earlier = tl.where(other_y == y - 1, one + start, two + start)[None, :]
+        is_earlier = (other_y < y)[None, :]
+        swapped = tl.load(earlier + (other * features + feature), mask=inside & is_earlier, other=0.0)
+        found = tl.where(is_earlier, swapped, found)
+    if BORDERS:
+        border = tl.where(y == 0, bottom, top) + start
+        found -= tl.load(border + ahead, mask=inside & ((other_y == y) & (y != 1))[None, :], other=0.0)
+    target = (part * side + (channel.to(tl.int64) * (3 * WIDTH) + tap))[:, None] * side + column[None, :]
+    tl.store(full + target, found, mask=inside)
