@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 4
+MOST = 2
 """Graphs of one layer's sums, for as many places as its input and gradient come to lie in by turns."""
 
 
@@ -82,26 +82,19 @@ class SumGraphs:
 
     def __init__(self) -> None:
         self._pool = Pool()
-        self._graphs: dict[str, dict[Any, torch.cuda.CUDAGraph | None]] = {}
-        self._found: dict[str, list[Tensor]] = {}
+        self._graphs: dict[str, dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor]] | None]] = {}
 
     def run(self, name: str, tensors: list[Tensor], key: Any, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what the function makes of the tensors, in memory that is used again at the next call."""
+        """Return what the function makes of the tensors, in memory that the next call may use again."""
         places = (key, *((t.data_ptr(), t.stride()) for t in tensors))
         graphs = self._graphs.setdefault(name, {})
-        graph = graphs.get(places)
-        if graph is not None:
-            graph.replay()
-            return self._found[name]
         if places not in graphs:
             if len(graphs) >= MOST:
                 graphs.clear()
             graphs[places] = None
             return function()
-        found = function()
-        kept = self._found.get(name)
-        if kept is None or any(k.shape != f.shape for k, f in zip(kept, found, strict=True)):
-            graphs.clear()
-            kept = self._found[name] = [f.clone() for f in found]
-        graphs[places], _ = capture(lambda: torch._foreach_copy_(kept, function()), self._pool.handle())
-        return found
+        held = graphs[places]
+        if held is None:  # the results stay, so that no later graph is given their memory
+            held = graphs[places] = capture(function, self._pool.handle())
+        held[0].replay()
+        return held[1]

@@ -90,7 +90,7 @@ class Settings:
     """One process: carry out a refresh over this many steps, some layers at each, instead of all in one."""
 
     tf32: bool = False
-    """On a GPU, multiply the float32 matrices of factors and preconditioning as TF32, four times as fast; never those of
+    """On a GPU, multiply the float32 matrices of factors and preconditioning as TF32, four times as fast. Never those of
     decompositions."""
 
     cuda_graph: bool = False
