@@ -171,9 +171,9 @@ def make_batch(case: Case, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def options_of(case: Case, interval: tuple[int, int], variant: str, args: argparse.Namespace) -> dict:
-    """Return K-FAC's settings: a refresh takes half of its interval."""
+    """Return K-FAC's settings: a refresh takes all of its interval."""
     options = {"factor_interval": interval[0], "inverse_interval": interval[1], "warmup_refresh": None}
-    options |= {"solver": args.solver, "spread_refresh": max(1, interval[1] // 2), "announce": False}
+    options |= {"solver": args.solver, "spread_refresh": interval[1], "announce": False}
     options |= {"statistics_fraction": FRACTIONS[variant], "tf32": True, "cuda_graph": True, **case.kfac}
     for text in args.set:
         key, _, value = text.partition("=")

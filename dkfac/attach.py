@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections.abc import Container
 from dataclasses import asdict
 from typing import Any
@@ -91,6 +92,12 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> tupl
     )
     if world_size == 1:
         return make_plan(specs, 1, choices), None
+    if settings.spread_refresh > 1 or settings.cuda_graph:
+        warnings.warn(
+            "spread_refresh and cuda_graph are for one process: with several ranks a refresh is carried out in one "
+            "step, and nothing is taken from graphs",
+            stacklevel=3,
+        )
     device = layers[0].weight.device
     own = groups.Groups(process_group)
     try:

@@ -64,6 +64,10 @@ class Renewal:
     def __init__(self) -> None:
         self._graphs: dict[tuple[int, int, int], Captured] = {}
         self._pool = Pool()
+        self._steps: list[int] = []
+        self._slices: list[list[Part]] = []
+        self._begin, self._end = 0, -1
+        """The steps of the refresh under way, what each decomposes, and from when until when that holds."""
         self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
 
     def run(self, runner: Runner, new: set[str]) -> set[str]:
@@ -72,11 +76,14 @@ class Renewal:
         ``new``: layers that have no decomposition yet.
         """
         self.look(runner)
-        slice_now, num_slices = runner.settings.refresh_slice(runner.step)
-        if slice_now < 0:
+        if not self._begin <= runner.step < self._end:
+            self._steps, self._end = runner.settings.refresh_steps(runner.step)
+            self._begin, self._slices = runner.step, cut(runner.stacks, len(self._steps))
+        if runner.step not in self._steps:
             return set()
+        slice_now = self._steps.index(runner.step)
         parts, careful = [], set()
-        for stack, begin, end in cut(runner.stacks, num_slices)[slice_now]:
+        for stack, begin, end in self._slices[slice_now]:
             is_old = new.isdisjoint(layer.name for layer in stack.layers)
             if is_old and is_renewable(stack, runner.states, runner.settings):
                 parts.append((stack, begin, end))
@@ -142,7 +149,9 @@ class Renewal:
                     _repair(runner, layer, key)
 
     def forget(self) -> None:
+        """Start anew: the layers, the step or the state are others."""
         self._pending.clear()
+        self._end = -1
 
 
 def _repair(runner: Runner, layer: Layer, key: str) -> None:

@@ -80,6 +80,7 @@ class Runner:
         """Lay side by side what this rank preconditions."""
         mine = [layer for layer in self.layers if self.rank in self.placements[layer.name].preconditioned_by]
         self.stacks = make_stacks(mine)
+        self._renewal.forget()
 
     def settle(self) -> None:
         """Draw all conclusions from what was decomposed so far. Waits for the device."""

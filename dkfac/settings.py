@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -90,8 +91,8 @@ class Settings:
     """One process: carry out a refresh over this many steps, some layers at each, instead of all in one."""
 
     tf32: bool = False
-    """On a GPU, multiply the float32 matrices of factors and preconditioning as TF32, four times as fast. Never those of
-    decompositions."""
+    """On a GPU, multiply the float32 matrices of factors and of preconditioning, but not of decompositions, as TF32: four
+    times as fast."""
 
     cuda_graph: bool = False
     """One process on a GPU: take the arithmetic of ordinary steps from a CUDA graph, which spares the host its launches
@@ -259,14 +260,17 @@ class Settings:
                 inverse_every = max(1, every // factor_every) * factor_every
         return step % factor_every == 0, step % inverse_every == 0
 
-    def refresh_slice(self, step: int) -> tuple[int, int]:
-        """Return which slice of a refresh this step carries out, -1 for none, and of how many."""
-        for since in range(min(self.spread_refresh, step + 1)):
-            if self.rhythm(step - since)[1]:
-                begin = step - since
-                gap = next((n for n in range(1, self.spread_refresh) if self.rhythm(begin + n)[1]), self.spread_refresh)
-                return since, gap
-        return -1, 1
+    def refresh_steps(self, step: int) -> tuple[list[int], int]:
+        """Return the steps that carry out the refresh that was due last, a slice each, and when the next is due.
+
+        Steps that measure factors are left out where there are others: they are long enough.
+        """
+        begin = next(n for n in range(step, -1, -1) if self.rhythm(n)[1])
+        end = next(n for n in itertools.count(begin + 1) if self.rhythm(n)[1])
+        if self.spread_refresh == 1:
+            return [begin], end
+        quiet = [n for n in range(begin, end) if not self.rhythm(n)[0]] or list(range(begin, end))
+        return quiet[: self.spread_refresh], end
 
     def at(self, name: str, step: int) -> float:
         """Return a scheduled setting's value at a step, checked as the constant is."""
