@@ -47,8 +47,7 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
     moments = {name: s.moments for name, s in measured.layers.items() if s.moments is not None}
     everything += moments.values()
     if everything:
-        largest = torch._foreach_norm(everything, torch.inf)
-        good = good & torch.isfinite(torch.stack([n.to(good.device, torch.float32) for n in largest])).all()
+        good = good & _all_finite(everything, good.device)
     flags = good.expand(max((len(stack) for stack in runner.stacks), default=1)).contiguous()
     whole: list[Tensor] = []
     for stack, key, totals, scales in found:
@@ -74,6 +73,17 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         batch = {"moments": stages.batch_factor("moments", moment, 1.0, scale)}
         stages.average(layer, state, batch, decay=decay, good=good)
     return good
+
+
+def _all_finite(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Whether sums are finite, as a tensor. On a GPU one launch looks at all; elsewhere the diagonals do: a bad entry
+    is a bad row."""
+    if device.type == "cuda":
+        told = [n.to(device, torch.float32) for n in torch._foreach_norm(tensors, torch.inf)]
+    else:
+        square = [t.ndim == 3 and t.shape[-1] == t.shape[-2] for t in tensors]
+        told = [(t.diagonal(dim1=-2, dim2=-1) if s else t).sum().double() for t, s in zip(tensors, square, strict=True)]
+    return torch.isfinite(torch.stack(told)).all()
 
 
 def _joined(totals: list[Tensor | None], like: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Settings:
     """One process: carry out a refresh over this many steps, some layers at each, instead of all in one."""
 
     tf32: bool = False
-    """On a GPU, multiply the float32 matrices of factors and of preconditioning, but not of decompositions, as TF32: four
+    """On a GPU, multiply the float32 matrices of factors and of preconditioning, not of decompositions, as TF32: four
     times as fast."""
 
     cuda_graph: bool = False

@@ -30,15 +30,16 @@ ROUNDING = {"enable_fp_fusion": False}
 def absorb_(value: Tensor, total: Tensor, decay: float, scale: Tensor, good: Tensor) -> None:
     """Set ``value[i]`` to ``decay value[i] + scale[i] total[i]`` where ``good[i]``; leave it alone elsewhere.
 
-    ``total[i]`` may hold anything where not ``good[i]``.
+    ``total[i]`` may hold anything where not ``good[i]``, and holds anything afterwards.
     """
     assert value.shape == total.shape
     assert scale.shape == good.shape == value.shape[:1]
     if _use_triton(value, total, scale, good):
         _launch_flat(_absorb_kernel, value, total, scale, good, decay)
-    else:
-        updated = decay * value + _over(scale, value) * total
-        value.copy_(torch.where(_over(good, value), updated, value))
+    else:  # in place: new memory costs a CPU more than a pass over old
+        total.mul_(_over(scale, total)).masked_fill_(~_over(good, total), -0.0)  # which changes no number, not even -0
+        kept = torch.full_like(scale, decay, dtype=value.dtype).masked_fill_(~good, 1)
+        value.mul_(_over(kept, value)).add_(total)
 
 
 def divide_(rotated: Tensor, g_values: Tensor, a_values: Tensor, damping: Tensor) -> Tensor:
