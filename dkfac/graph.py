@@ -41,6 +41,12 @@ class StatisticsGraph:
         waiting = runner.tape.waiting
         calls = waiting.take()
         scale = reduce.scale_alone(runner, measured)
+        spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
+        if spoilt is not None:
+            runner.tape.stop_waiting(spoilt)
+            for sums in measured.layers.values():
+                sums.factors.clear()
+            return None
         summed = any(s.factors or s.moments is not None for s in measured.layers.values())
         if isinstance(scale, Tensor) or any(isinstance(s.rows, Tensor) for s in measured.layers.values()):
             runner.tape.guarded(lambda: waiting.sum(calls))
@@ -67,7 +73,7 @@ class StatisticsGraph:
 
         running = [average.value for la in runner.layers for average in runner.states[la.name].running.values()]
         key = [*runner.stacks, *running, flag, *self._copies, (form, scale, decay, measured.num_passes)]
-        return self._captured.run(key, absorb)["good"]
+        return self._captured.run(key, absorb, good.device)["good"]
 
     def _average_late(
         self, runner: Runner, measured: Measured, good: Tensor, decay: float, scale: float
@@ -82,8 +88,9 @@ class StatisticsGraph:
                        for name, s in measured.layers.items())  # fmt: skip
         running = [average.value for la in runner.layers for average in runner.states[la.name].running.values()]
         key = [*runner.stacks, *running, flag, (places, scale, decay)]
-        found = self._late.run(key, lambda: {"good": reduce.absorb_alone(runner, measured, flag, decay)})
-        return found["good"]
+        return self._late.run(key, lambda: {"good": reduce.absorb_alone(runner, measured, flag, decay)}, good.device)[
+            "good"
+        ]
 
 
 class StepGraph:
@@ -114,7 +121,7 @@ class StepGraph:
             rest = torch.linalg.vector_norm(flat) if len(flat) else flat.new_zeros(())
             return {"before": before, "good": torch.isfinite(before).all() & torch.isfinite(rest)}
 
-        found = self._norms.run([*stacks, flat], norms)
+        found = self._norms.run([*stacks, flat], norms, device)
         if self._good is None or self._before is None or self._before.shape != found["before"].shape:
             self._good, self._before = found["good"].clone(), found["before"].clone()
         self._before.copy_(found["before"])
@@ -165,7 +172,7 @@ class StepGraph:
             return update_in_place(runner, stacks, before, good)
 
         with tf32(runner.settings.tf32, flat.device):
-            norms = self._updates.run([*stacks, *objects, flat, good, before, damping], updates)
+            norms = self._updates.run([*stacks, *objects, flat, good, before, damping], updates, flat.device)
         divisor = 1.0 if loss_scale is None else loss_scale.to(flat.device)
         runner.device |= {name: norm / divisor for name, norm in norms.items()}
         if self._others:
@@ -179,12 +186,19 @@ def look_at_gradients(
     runner: Runner, optimizer: Any, parameters: list[Tensor], device: torch.device
 ) -> tuple[stages.Norms | None, Tensor]:
     """Return the gradients' norms, None where a graph has them, and whether they are finite."""
-    if runner.settings.cuda_graph and device.type == "cuda" and runner.exchange is None:
+    if runner.uses_graphs:
         good = runner.graph.begin(runner, parameters, optimizer)
         if good is not None:
             return None, good
     norms = stages.Norms(parameters, device)
     return norms, norms.are_finite(getattr(optimizer, "found_inf", None))
+
+
+def wants_graphs(runner: Runner) -> bool:
+    """Whether a step is to be taken from graphs: they are asked for, and there is one process with one GPU."""
+    devices = {layer.weight.device for layer in runner.layers}
+    one = len(devices) == 1 and next(iter(devices)).type == "cuda"
+    return runner.settings.cuda_graph and runner.exchange is None and one
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

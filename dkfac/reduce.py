@@ -42,12 +42,15 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
             everything += present
             scales: list[Tensor | float] = [scale] * len(stack)
             if key == "A":
-                scales = [1.0 if s is None else 1 / s.rows for s in sums]
+                scales = [1.0 if s is None or _is_zero(s.rows) else 1 / s.rows for s in sums]
             found.append((stack, key, totals, scales))
     moments = {name: s.moments for name, s in measured.layers.items() if s.moments is not None}
     everything += moments.values()
     if everything:
         good = good & _all_finite(everything, good.device)
+    loose = [s for _, _, _, scales in found for s in scales if isinstance(s, Tensor)]
+    if loose:  # a division by no rows or no terms
+        good = good & torch.isfinite(torch.stack([s.reshape(()).to(good.device, torch.float64) for s in loose])).all()
     flags = good.expand(max((len(stack) for stack in runner.stacks), default=1)).contiguous()
     whole: list[Tensor] = []
     for stack, key, totals, scales in found:
@@ -58,7 +61,7 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         if all(ran):
             whole.append(weights)
         else:
-            here = here & stages.constant(ran, stack.device)
+            here = here & stages.constant(ran, stack.device, torch.bool)
             weights.copy_(torch.where(here, weights * decay + 1, weights))
         flat = (len(stack), -1)
         absorb_(values.view(flat), _joined(totals, values).view(flat), decay, _vector(scales, values), here)
@@ -73,6 +76,10 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         batch = {"moments": stages.batch_factor("moments", moment, 1.0, scale)}
         stages.average(layer, state, batch, decay=decay, good=good)
     return good
+
+
+def _is_zero(rows: Tensor | float) -> bool:
+    return not isinstance(rows, Tensor) and rows == 0
 
 
 def _all_finite(tensors: list[Tensor], device: torch.device) -> Tensor:

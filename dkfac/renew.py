@@ -66,7 +66,7 @@ class Renewal:
         self._pool = Pool()
         self._steps: list[int] = []
         self._slices: list[list[Part]] = []
-        self._begin, self._end = 0, -1
+        self._begin, self._end, self._since, self._counted = 0, -1, 0, False
         """The steps of the refresh under way, what each decomposes, and from when until when that holds."""
         self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
 
@@ -79,19 +79,24 @@ class Renewal:
         if not self._begin <= runner.step < self._end:
             self._steps, self._end = runner.settings.refresh_steps(runner.step)
             self._begin, self._slices = runner.step, cut(runner.stacks, len(self._steps))
+            self._since = next(n for n in range(runner.step, -1, -1) if runner.settings.rhythm(n)[1])
+            self._counted = any(state.decomposed_at >= self._since for state in runner.states.values())
         if runner.step not in self._steps:
             return set()
         slice_now = self._steps.index(runner.step)
         parts, careful = [], set()
         for stack, begin, end in self._slices[slice_now]:
+            if all(runner.states[la.name].decomposed_at >= self._since for la in stack.layers[begin:end]):
+                continue  # since this refresh was due: at the layer's first decomposition
             is_old = new.isdisjoint(layer.name for layer in stack.layers)
             if is_old and is_renewable(stack, runner.states, runner.settings):
                 parts.append((stack, begin, end))
             else:
                 careful |= {layer.name for layer in stack.layers[begin:end]}
         self._launch(parts, runner)
-        if slice_now == 0 and parts:
+        if not self._counted and (parts or careful - new):
             runner.count_refresh()
+            self._counted = True
         if slice_now == 0 and not careful:
             runner.watch(0.0)
         return careful
@@ -121,7 +126,7 @@ class Renewal:
 
     def _renewed(self, stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tensor]:
         """Decompose some layers of a stack, from a graph if that is wanted."""
-        if not (runner.settings.cuda_graph and stack.device.type == "cuda"):
+        if not runner.uses_graphs:
             return _renew(stack, begin, end, runner)
         graph = self._graphs.setdefault((id(stack), begin, end), Captured(self._pool))
         joined = stack.decompositions(runner.states)
@@ -129,7 +134,8 @@ class Renewal:
         means = [m for la in stack.layers for m in runner.states[la.name].means.values()]
         used = [t for key in joined for t in stack.running(runner.states, key)]
         damping = stages.damping_values(runner.settings, runner.step)
-        found = graph.run([stack, *joined.values(), *means, *used, damping], lambda: _renew(stack, begin, end, runner))
+        key = [stack, *joined.values(), *means, *used, damping]
+        found = graph.run(key, lambda: _renew(stack, begin, end, runner), stack.device)
         return {key: good.clone() for key, good in found.items()}
 
     def look(self, runner: Runner, *, all_of_it: bool = False) -> None:
@@ -149,8 +155,12 @@ class Renewal:
                     _repair(runner, layer, key)
 
     def forget(self) -> None:
-        """Start anew: the layers, the step or the state are others."""
+        """Start anew: the step and the states are others."""
         self._pending.clear()
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Cut the layers anew."""
         self._end = -1
 
 

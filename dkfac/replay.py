@@ -13,19 +13,19 @@ MOST = 2
 """Graphs of one layer's sums, for as many places as its input and gradient come to lie in by turns."""
 
 
-def capture(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a graph of what a function launches, and what it returned. Nothing is run.
+def capture(function: Callable[[], Any], pool: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return a graph of what a function launches on a device, and what it returned. Nothing is run.
 
     Unlike ``torch.cuda.graph`` it leaves the cached memory alone: tensors that lie in the same place at each step shall
     go on to do so.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
     gc.disable()  # another graph that is collected meanwhile would free its memory, which ends the capture
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 found = function()
@@ -34,7 +34,7 @@ def capture(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGrap
     finally:
         if collects:
             gc.enable()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream(device).wait_stream(stream)
     return graph, found
 
 
@@ -45,11 +45,11 @@ class Pool:
         self._handle: Any = None
         self._first: torch.cuda.CUDAGraph | None = None
 
-    def handle(self) -> Any:
+    def handle(self, device: torch.device) -> Any:
         """Return what ``capture`` takes. A graph that stays keeps the memory, when all others have been let go."""
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
-            self._first, _ = capture(lambda: torch.zeros(1, device="cuda"), self._handle)
+            self._first, _ = capture(lambda: torch.zeros(1, device=device), self._handle, device)
         return self._handle
 
 
@@ -60,15 +60,15 @@ class Captured:
         self._key: list[Any] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._found: dict[str, Tensor] = {}
-        self._pool = pool
+        self._pool = Pool() if pool is None else pool
 
-    def run(self, key: list[Any], function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def run(self, key: list[Any], function: Callable[[], dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
         """Return what the function does; ``key``: the objects it uses. The first time all kernels are compiled."""
         if self._key is None or len(key) != len(self._key) or not all(map(_same, key, self._key)):
             self._key, self._graph = key, None
             return function()
         if self._graph is None:
-            self._graph, self._found = capture(function, None if self._pool is None else self._pool.handle())
+            self._graph, self._found = capture(function, self._pool.handle(device), device)
         self._graph.replay()
         return self._found
 
@@ -95,6 +95,7 @@ class SumGraphs:
             return function()
         held = graphs[places]
         if held is None:  # the results stay, so that no later graph is given their memory
-            held = graphs[places] = capture(function, self._pool.handle())
+            device = tensors[0].device
+            held = graphs[places] = capture(function, self._pool.handle(device), device)
         held[0].replay()
         return held[1]

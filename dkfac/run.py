@@ -15,7 +15,7 @@ from torch import Tensor
 from dkfac import health, reduce, renew, shares, stages, updates
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
-from dkfac.graph import StatisticsGraph, StepGraph, look_at_gradients
+from dkfac.graph import StatisticsGraph, StepGraph, look_at_gradients, wants_graphs
 from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
@@ -54,7 +54,6 @@ class Runner:
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self._renewal = renew.Renewal()
         self.graph, self.statistics = StepGraph(), StatisticsGraph()
-        tape.waiting.hold = settings.cuda_graph and exchange is None and layers[0].weight.is_cuda
         self._refreshed_at = -1
         self._stack()
         self.step = 0
@@ -80,7 +79,9 @@ class Runner:
         """Lay side by side what this rank preconditions."""
         mine = [layer for layer in self.layers if self.rank in self.placements[layer.name].preconditioned_by]
         self.stacks = make_stacks(mine)
-        self._renewal.forget()
+        self._places = [(layer.dtype, layer.weight.device) for layer in self.layers]
+        self._renewal.rewind()
+        self.uses_graphs = self.tape.waiting.hold = wants_graphs(self)
 
     def settle(self) -> None:
         """Draw all conclusions from what was decomposed so far. Waits for the device."""
@@ -132,9 +133,10 @@ class Runner:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
         device = next((p.device for p in parameters if p.grad is not None), self.layers[0].weight.device)
         timer = self.tape.timer
-        moved = [self.states[layer.name].follow(layer.weight, layer.dtype) for layer in self.layers]
-        if any(moved):
-            self._stack()
+        for layer in self.layers:
+            self.states[layer.name].follow(layer.weight, layer.dtype)
+        if self._places != [(layer.dtype, layer.weight.device) for layer in self.layers]:
+            self._stack()  # the model was moved or converted
         self._raise_what_failed()
         self._check_placement()
         norms, good = look_at_gradients(self, optimizer, parameters, device)
@@ -258,7 +260,7 @@ class Runner:
         layers = [layer for layer in self.layers if layer.name in due | new and layer.name in measured]
         if layers:
             self._decompose_with_care(layers)
-            if self.decomposing or new:
+            if self.decomposing or any(layer.name in new for layer in layers):
                 self.count_refresh()
 
     def _decompose_with_care(self, due: list[Layer]) -> None:

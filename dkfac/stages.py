@@ -39,17 +39,26 @@ class Norms:
         """Return the norms of the layers' gradients, ``[layers]``."""
         nothing = len(self.place)
         places = [[self.place.get(id(p), nothing) for p in layer.parameters()] for layer in layers]
-        if all(len(place) == 1 for place in places):
-            return self.values[constant(tuple(place[0] for place in places), self.values.device)]
-        index = constant(tuple(place[i] if i < len(place) else nothing for place in places for i in (0, 1)),
-                         self.values.device)  # fmt: skip
+        pairs = tuple(place[i] if i < len(place) else nothing for place in places for i in (0, 1))
+        index = constant(pairs, self.values.device, torch.int64)
         squares = torch.cat([self.values.square(), self.values.new_zeros(1)])
         return squares[index].view(-1, 2).sum(1).sqrt()
 
 
-@lru_cache(maxsize=1024)
-def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the same numbers as a tensor, copied to a device once."""
+    found = _constant(numbers, device, dtype)
+    if found.is_cuda and torch.cuda.is_current_stream_capturing():
+        _IN_GRAPHS.append(found)
+    return found
+
+
+_IN_GRAPHS: list[Tensor] = []
+"""Constants whose addresses graphs have: the cache may forget them, the graphs do not."""
+
+
+@lru_cache(maxsize=1024)
+def _constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(numbers, device=device, dtype=dtype)
 
 

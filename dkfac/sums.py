@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dkfac.layers.conv import Conv, patches, patches_gram
 from dkfac.layers.layer import Layer
-from dkfac.layers.rows import Rows, regroup
+from dkfac.layers.rows import Picked, Rows, regroup
 from dkfac.ops import factors as ops
 from dkfac.ops.decompose import Eigen
 from dkfac.plan.spec import FactorSpec
@@ -31,11 +31,12 @@ def input_sum(
         total = patches_gram(module, rows.image, ones=layer.has_bias, dtype=layer.dtype, parts=parts)
         return total, float(rows.g.shape[0] * rows.g.shape[1] // parts)
     a, kept = inputs_of(layer, rows), rows.valid
-    n, s, *pick = (*a.shape[:2], slice(None), slice(None)) if rows.picked is None else rows.picked
-    if mask is not None and mask.numel() == n * s:
-        if 0 < settings.batch_dim < mask.ndim and n == rows.examples:
+    everything = Picked((a.shape[0], a.shape[1]), rows.examples, (slice(None), slice(None)))
+    picked = everything if rows.picked is None else rows.picked
+    if mask is not None and mask.numel() == math.prod(picked.shape):
+        if 0 < settings.batch_dim < mask.ndim and picked.shape[0] == picked.examples:
             mask = mask.movedim(settings.batch_dim, 0)
-        mask = mask.reshape(n, s)[pick[0], pick[1]].to(a.device, layer.dtype)
+        mask = mask.reshape(picked.shape)[picked.here].to(a.device, layer.dtype)
         kept = mask if kept is None else kept * mask
     if reduce:
         a = regroup(a, rows.examples, layer.name)

@@ -59,7 +59,7 @@ class Tape:
         self.timer = StageTimer()
         self._nodes: dict[int, tuple[Tensor, torch.dtype, torch.device, Any]] = {}
         self.waiting = Waiting(self)
-        self.waits = True
+        self.may_wait = self.waits = True
         """Whether calls may be summed later than they are recorded."""
         self._lock = threading.RLock()
         self._task = -1
@@ -128,6 +128,14 @@ class Tape:
         self._task = -1
         self.guarded(self.waiting.end_pass)
         self.window.filled = not self._no_gradients()
+
+    def stop_waiting(self, name: str) -> None:
+        """Drop this step's sums, and sum each call at once from now on: a tensor that waited was changed in place."""
+        for sums in self.window.layers.values():
+            sums.factors.clear()
+        self.may_wait = self.waiting.hold = False
+        what = f"the input or the gradient of layer {name!r} was changed in place after its backward"
+        warnings.warn(f"{what}: this step's statistics are dropped, later calls summed at once", stacklevel=2)
 
     def guarded(self, function: Callable[[], None]) -> None:
         """Run it; keep an error for the step where other ranks are told of it."""
@@ -230,6 +238,7 @@ class Tape:
         """Whether a call is plain enough to be summed later, with others."""
         return (
             self.waits
+            and self.may_wait
             and self.mask is None
             and self.settings.weight_sharing == "expand"
             and self.settings.fisher == "empirical"
@@ -248,11 +257,8 @@ class Tape:
     def _warn_if_never_stepped(self) -> None:
         self._num_passes_without_step += 1
         if self._num_passes_without_step == NEVER_STEPPED:
-            warnings.warn(
-                f"{NEVER_STEPPED} backward passes were measured, but no step was taken through K-FAC: was the "
-                f"optimizer made anew after K-FAC was attached, or is kfac.step() missing?",
-                stacklevel=2,
-            )
+            what = f"{NEVER_STEPPED} backward passes were measured, but no step was taken through K-FAC"
+            warnings.warn(f"{what}: was the optimizer made anew, or is kfac.step() missing?", stacklevel=2)
 
     def take(self) -> Measured:
         """Return what was measured since the last call and start anew."""

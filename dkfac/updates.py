@@ -186,7 +186,7 @@ def _write(runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], lengt
         stack, places = chunk.stack, [lengths.place[layer.name] for layer in chunk.stack.layers]
         here: Any = slice(places[0], places[0] + len(places))
         if places != list(range(places[0], places[0] + len(places))):
-            here = stages.constant(tuple(places), lengths.device)
+            here = stages.constant(tuple(places), lengths.device, torch.int64)
         scale = lengths.scales[here].to(stack.device, stack.dtype)
         sane, flat = lengths.sane[here].to(stack.device), (len(stack), -1)
         finish_(chunk.raw.view(flat), chunk.update.view(flat), scale, sane, good.to(stack.device))

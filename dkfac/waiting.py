@@ -40,6 +40,12 @@ class Call:
     g: Tensor
     alike: tuple[Any, ...]
     """What must be equal to sum calls together; examples and weight are the last."""
+    versions: tuple[int, int] = (-1, -1)
+    """How often input and gradient had been changed in place."""
+
+    @property
+    def is_intact(self) -> bool:
+        return self.versions in ((-1, -1), (_version(self.x), _version(self.g)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,10 @@ def _form(layer: Layer) -> _Form:
         return _Form(hash(traits) if layer.kind in ("linear", "conv1d-transposed") else None, 1)
     geometry = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
     return _Form(hash((traits, geometry)), strip_taps(module))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def rows_per_call(layer: Layer, x: Tensor, g: Tensor) -> float:
@@ -110,7 +120,7 @@ class Waiting:
         if num_bytes > PATCH_BYTES:
             return False
         alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples, weight)
-        call = Call(layer, sums, x, g, alike)
+        call = Call(layer, sums, x, g, alike, (_version(x), _version(g)))
         if x.numel() * x.element_size() >= TOGETHER_BYTES:
             self.sum([call])
             return True
@@ -132,6 +142,10 @@ class Waiting:
     def sum(self, calls: list[Call]) -> None:
         """Add calls to the sums they belong to, those alike together."""
         tape, groups = self._tape, dict[tuple[Any, ...], list[Call]]()
+        spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
+        if spoilt is not None:
+            tape.stop_waiting(spoilt)
+            return
         for call in calls:
             groups.setdefault(call.alike, []).append(call)
         for group in groups.values():

@@ -34,16 +34,19 @@ class Rows:
     """``[N, S]`` in {0, 1}: rows that exist for the parameters (an embedding's padding row does not)."""
     image: Tensor | None = None
     """Of a convolution: its input ``[N, C, ...]``."""
-    picked: tuple[int, int, slice, slice] | None = None
-    """Of a sample: N and S of all rows, and which of them these are."""
+    picked: Picked | None = None
+    """Of a part of a layer's rows: which part."""
+    ratio: float = 1.0
+    """How many rows of the layer there are for each one measured."""
 
-    @property
-    def ratio(self) -> float:
-        """How many rows of the layer there are for each of these."""
-        if self.picked is None:
-            return 1.0
-        n, s, examples, positions = self.picked
-        return n * s / (len(range(n)[examples]) * len(range(s)[positions]))
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Some of the rows ``[N, S]`` of a call with so many examples."""
+
+    shape: tuple[int, int]
+    examples: int
+    here: tuple[slice, slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +116,16 @@ def _sampled(rows: Rows, sample: Sample) -> Rows:
         here, there = slice(None), slice(sample.offset % s, None, every)
     else:
         here, there = slice(sample.offset % n, None, every), slice(None)
-    return Rows(rows.a[here, there], rows.g[here, there], examples, picked=(n, s, here, there))
+    a, g = rows.a[here, there], rows.g[here, there]
+    picked = Picked((n, s), rows.examples, (here, there))
+    return Rows(a, g, examples, picked=picked, ratio=n * s / (a.shape[0] * a.shape[1]))
 
 
 def block_of(examples: int, sample: Sample) -> tuple[int, int]:
     """Return where the sampled examples begin and end."""
     size = -(-examples // sample.every)
-    begin = min(sample.offset * size, examples - size)
+    gaps = sample.every - 1
+    begin = (2 * sample.offset * (examples - size) + gaps) // (2 * gaps) if gaps else 0  # evenly, from first to last
     return begin, begin + size
 
 
@@ -159,10 +165,9 @@ def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: S
     positions = math.prod(g.shape[2:])
     # A layer may see several images per example (frames); a piece never ends inside an example.
     images = x.shape[0] // examples if examples > 0 and x.shape[0] % examples == 0 else x.shape[0]
-    picked = None
+    num_images, num_examples, begin, end = x.shape[0], examples, 0, x.shape[0]
     if sample.every > 1 and images < x.shape[0] and positions * images > 1:
         begin, end = (edge * images for edge in block_of(examples, sample))
-        picked = (x.shape[0], 1, slice(begin, end), slice(None))
         x, g, examples = x[begin:end], g[begin:end], (end - begin) // images
     bytes_per_image = max(1, positions * module.in_channels * strip_taps(module) * x.element_size())
     step = x.shape[0] if whole else max(1, PATCH_BYTES // (bytes_per_image * images)) * images
@@ -170,7 +175,9 @@ def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: S
         piece = g[start : start + step]
         grad = piece.reshape(piece.shape[0], module.groups, -1, positions).permute(0, 3, 1, 2)
         count = examples if images == x.shape[0] else piece.shape[0] // images
-        yield Rows(None, grad, count, image=x[start : start + step], picked=picked)
+        there = slice(begin + start, begin + start + piece.shape[0])
+        picked = Picked((num_images, positions), num_examples, (there, slice(None)))
+        yield Rows(None, grad, count, image=x[start : start + step], picked=picked, ratio=num_images / (end - begin))
 
 
 def _norm_rows(layer: Layer, x: Tensor, g: Tensor, examples: int, batch_dim: int, batch_stats: bool) -> Rows:

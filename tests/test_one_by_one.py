@@ -1,0 +1,130 @@
+"""Layers of one shape that do not all run alike, sums that wait, samples with masks: faults that were once there."""
+
+import pytest
+import torch
+from torch import nn
+
+import dkfac
+
+
+class Two(nn.Module):
+    """Two layers of one shape, of which a step runs those it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x, which):
+        return sum(getattr(self, name)(x) for name in which)
+
+
+def grad_norm(model):
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+
+
+@pytest.mark.parametrize("order", ["ab b a ab ab", "b a ab ab", "ab a b ab", "a ab b ab"])
+def test_layers_that_are_left_out_by_turns_keep_the_length_of_the_step(order):
+    torch.manual_seed(0)
+    model = Two().double()
+    with dkfac.KFAC(model, announce=False, factor_interval=1, inverse_interval=1, warmup_refresh=None) as kfac:
+        for which in order.split():
+            model.zero_grad()
+            model(torch.randn(6, 4, dtype=torch.float64), which).square().mean().backward()
+            raw = grad_norm(model)
+            kfac.step()
+            torch.testing.assert_close(grad_norm(model), raw)
+            assert kfac.metrics()["grad_norm"] == pytest.approx(float(raw))
+
+
+def test_a_batch_of_padding_alone_is_skipped_and_leaves_the_factors_finite():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)).double()
+    with dkfac.KFAC(model, announce=False, factor_interval=1, inverse_interval=1, loss_terms="token") as kfac:
+        for index in (torch.randint(1, 5, (4, 3)), torch.zeros(4, 3, dtype=torch.long), torch.randint(1, 5, (4, 3))):
+            model.zero_grad()
+            model(index).square().mean().backward()
+            kfac.step()
+            assert all(f.isfinite().all() for layer in kfac.factors().values() for f in layer.values())
+        assert kfac.metrics()["skipped_batches"] == 1
+
+
+def test_a_mask_without_a_position_is_a_batch_to_skip():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    with dkfac.KFAC(model, announce=False, factor_interval=1, inverse_interval=1) as kfac:
+        for keep in (1, 0, 1):
+            model.zero_grad()
+            kfac.set_terms(4, mask=torch.full((4, 5), bool(keep)))
+            model(torch.randn(4, 5, 3, dtype=torch.float64)).square().mean().backward()
+            kfac.step()
+            assert all(f.isfinite().all() for layer in kfac.factors().values() for f in layer.values())
+        assert kfac.metrics()["skipped_batches"] == 1
+
+
+def test_a_model_converted_after_attaching_and_before_its_first_step_is_measured_as_it_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with dkfac.KFAC(model, announce=False) as kfac:
+        model.double()
+        model(torch.randn(6, 3, dtype=torch.float64)).square().mean().backward()
+        kfac.step()
+        assert {f.dtype for layer in kfac.factors().values() for f in layer.values()} == {torch.float64}
+
+
+class Scale(torch.autograd.Function):
+    """Changes the gradient it is handed, which autograd forbids and some code does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.mul_(-0.1)
+
+
+def test_a_gradient_that_is_changed_behind_a_layers_back_is_noticed_once_and_then_measured_at_once():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x):
+            other = Scale.apply(self.second(x))
+            return (self.first(x) + other).square()
+
+    model = Branches()
+    with dkfac.KFAC(model, announce=False, factor_interval=1, inverse_interval=1, warmup_refresh=None) as kfac:
+        x = torch.randn(5, 4, dtype=torch.float64)
+
+        def step():
+            model.zero_grad()
+            model(x).mean().backward()
+            kfac.step()
+
+        with pytest.warns(UserWarning, match="was changed in place after its backward"):
+            step()
+        assert kfac.factors() == {"first": {}, "second": {}}
+        step()
+        with torch.no_grad():
+            output = first(x) + second(x)
+        g = 2 * output / output.numel() * len(x)
+        expected = g.mT @ g / len(x)
+        torch.testing.assert_close(kfac.factors()["first"]["G"], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(nn.Conv2d, (8, 2, 6, 6)), (nn.Conv1d, (8, 2, 6))])
+def test_a_mask_that_keeps_everything_changes_nothing_in_a_sample_of_a_convolution(kind, shape):
+    found = []
+    for mask in (None, torch.ones(shape[0], *shape[2:], dtype=torch.bool)):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(2, 3, 3, padding=1)).double()
+        with dkfac.KFAC(model, announce=False, statistics_fraction=0.5) as kfac:
+            kfac.set_terms(8, mask=mask)
+            model(torch.randn(shape, dtype=torch.float64)).square().mean().backward()
+            kfac.step()
+            found.append(kfac.factors()["0"]["A"])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
