@@ -1,6 +1,7 @@
 """statistics_fraction=1/k: factors are those of the rows that were chosen, and on average those of all rows."""
 
 import copy
+import math
 from collections import Counter
 
 import pytest
@@ -58,8 +59,8 @@ def chosen(how, n, s, every, offset):
         return {(i, j) for i, j in pairs if (i * s + j) % every == offset}
     if how == "examples":
         size = (n + every - 1) // every
-        last = min((offset + 1) * size, n)
-        return {(i, j) for i, j in pairs if last - size <= i < last}
+        begin = math.floor(offset * (n - size) / (every - 1) + 0.5)
+        return {(i, j) for i, j in pairs if begin <= i < begin + size}
     return set(pairs)
 
 

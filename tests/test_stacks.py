@@ -400,9 +400,13 @@ GEOMETRIES = [
 ]
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size", [(5, 6), (9, 4), (1, 3)], ids=str)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("bias", "parts"), [(False, 3), *(pytest.param(*p, marks=SLOW) for p in ((False, 1), (True, 1), (True, 3)))]
+)
+@pytest.mark.parametrize("size", [(5, 6), pytest.param((9, 4), marks=SLOW), (1, 3)], ids=str)
 def test_the_sum_over_patches_is_that_of_unfold(size, bias, parts):
     torch.manual_seed(0)
     x = torch.randn(2 * parts, 2, *size, dtype=torch.float64)
