@@ -193,12 +193,14 @@ def known(options: dict, args: argparse.Namespace) -> dict:
 
 
 def kind_of(options: dict, step: int) -> str:
-    """Say what K-FAC does in a step: its rhythm without a denser early phase."""
-    position = step % options["inverse_interval"]
-    if position == 0:
+    """Say what K-FAC does in a step, by its own rhythm."""
+    rhythm = ("factor_interval", "inverse_interval", "warmup_refresh", "spread_refresh")
+    settings = dkfac.Settings(**{name: options[name] for name in rhythm if name in options})
+    measures, is_due = settings.rhythm(step)
+    if is_due:
         return "refresh"
-    kind = "ordinary" if step % options["factor_interval"] else "factor"
-    return f"{kind}+slice" if position < options.get("spread_refresh", 1) else kind
+    kind = "factor" if measures else "ordinary"
+    return f"{kind}+slice" if step in settings.refresh_steps(step)[0] else kind
 
 
 def add_common(parser: argparse.ArgumentParser) -> Callable:

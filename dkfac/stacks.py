@@ -18,7 +18,7 @@ from dkfac.ops.decompose import Decomposition, from_tensors
 from dkfac.state import Average, LayerState
 
 ALIGNED = 8
-"""On a GPU, matrices are padded with zeros to a multiple of this: 769 columns take twice as long as 776."""
+"""On a GPU, matrices are padded with zeros to a multiple of this: odd widths are multiplied much more slowly."""
 
 
 def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
