@@ -89,7 +89,9 @@ class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         net = build("deep")
-        self.first, self.layer, self.last = nn.Linear(5, 4).double(), nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+        # Without drawing numbers: threads share torch's generator, and another one may be in build() just now.
+        shapes = ((5, 4), (4, 4), (4, 3))
+        self.first, self.layer, self.last = (nn.utils.skip_init(nn.Linear, *s, dtype=torch.float64) for s in shapes)
         for mine, theirs in zip((self.first, self.layer, self.last), (net[0], net[0], net[2]), strict=True):
             with torch.no_grad():
                 mine.weight.copy_(theirs.weight.flatten()[:1].expand_as(mine.weight) * torch.ones_like(mine.weight))
