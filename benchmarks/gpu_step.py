@@ -139,8 +139,8 @@ def run_case(name: str, interval: tuple[int, int], args: argparse.Namespace) -> 
     result |= {"shape": list(batch[0].shape), "channels_last": case.channels_last, "variants": {}}
     whole = inverse * math.ceil((1 if args.tiny else 100) / inverse)
     steps = args.steps or whole
-    # The third refresh comes from graphs: one is careful, one compiles and one is captured.
-    warmup = inverse if args.tiny else max(60, inverse * 5 // 2)
+    # The fourth refresh comes from graphs: one is careful, one compiles and one is captured.
+    warmup = inverse if args.tiny else max(100, inverse * 7 // 2)
     if steps % inverse:
         print(f"{steps} steps are no whole number of inverse intervals: the ratio is not amortised", file=sys.stderr)
 

@@ -1,9 +1,6 @@
-"""From the model's forward and backward to the tape.
+"""Hooks on the model and its layers: what is measured, and how each layer's backward is to hand it over.
 
-One autograd function on each layer's output keeps the layer's input and, in its backward, hands input and
-output gradient to the tape. What never gets a gradient is never counted, so evaluation, ``no_grad``, forwards
-without a backward and the recomputation of activation checkpointing need no rule. Under ``torch.compile`` the
-hand-over is an opaque operation whose Python runs at run time.
+Under ``torch.compile`` the hand-over is an opaque operation whose Python runs at run time.
 """
 
 from __future__ import annotations
@@ -11,131 +8,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge
 
 from dkfac import exact
 from dkfac.layers.layer import Layer
 from dkfac.layers.norm import uses_batch_stats
-from dkfac.settings import ExactLoss, Settings
+from dkfac.nodes import TAPES, Capture, Handover, Output, Watch, keeper
+from dkfac.settings import Settings
 from dkfac.tape import Tape
 
-_TAPES: WeakValueDictionary[int, Tape] = WeakValueDictionary()
 _HANDLES = itertools.count()
-_TOKEN = torch.zeros(1)
-"""The operation below says it changes this, so that compilers keep every call of it. It lives on the CPU, which also
-keeps the operation, whose Python must run each time, out of CUDA graphs."""
-
-
-@torch.library.custom_op("dkfac::record", mutates_args=("token",))
-def _record(
-    x: Tensor,
-    g: Tensor,
-    token: Tensor,
-    sizes: Tensor | None,
-    examples: int,
-    terms: int,
-    handle: int,
-    index: int,
-    batch_stats: bool,
-) -> None:
-    tape = _TAPES.get(handle)
-    if tape is not None:
-        tape.record(index, x, g, _numbers(sizes, examples, terms), batch_stats, at_once=True)
-
-
-@_record.register_fake
-def _(
-    x: Tensor,
-    g: Tensor,
-    token: Tensor,
-    sizes: Tensor | None,
-    examples: int,
-    terms: int,
-    handle: int,
-    index: int,
-    batch_stats: bool,
-) -> None:
-    return None
-
-
-class _Capture(torch.autograd.Function):
-    """The identity, for compiled models. It is a copy, which the compiler fuses away: torch 2.11 takes a tensor that is
-    marked as changed for a view."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        x: Tensor,
-        sizes: Tensor | None,
-        examples: int,
-        terms: int,
-        handle: int,
-        index: int,
-        batch_stats: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, sizes)
-        ctx.call = (examples, terms, handle, index, batch_stats)
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, sizes = ctx.saved_tensors
-        examples, terms, handle, index, batch_stats = ctx.call
-        torch.ops.dkfac.record(x, g, _TOKEN, sizes, examples, terms, handle, index, batch_stats)
-        return g, None, None, None, None, None, None, None
-
-
-class _Watch(torch.autograd.Function):
-    """The identity, in place: returning a view instead would forbid in-place activations after the layer."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, call: tuple[int, int, tuple[int, int], bool]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.call = call
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        handle, index, sizes, batch_stats = ctx.call
-        tape = _TAPES.get(handle)
-        if tape is not None:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"layer {tape.layers[index].name!r} is differentiated twice (create_graph=True): dkfac "
-                    f"cannot tell the gradient's gradient from the loss's. Detach K-FAC for such losses "
-                    f"(gradient penalties, physics-informed networks)."
-                )
-            tape.record(index, x, g, sizes, batch_stats)
-        return g, None, None
-
-
-class _Output(torch.autograd.Function):
-    """The identity on the model's output; its backward runs the exact Fisher's passes first."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, handle: int, loss: ExactLoss, terms: int, by_token: bool) -> Tensor:
-        ctx.save_for_backward(y.detach().clone())
-        ctx.call = (handle, loss, terms, by_token)
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
-        handle, loss, terms, by_token = ctx.call
-        tape = _TAPES.get(handle)
-        if tape is not None:
-            edge = GradientEdge(*ctx.next_functions[0])
-            exact.propagate(tape, y, edge, loss, terms=terms, by_token=by_token)
-        return g, None, None, None, None
 
 
 class Probe:
@@ -154,7 +39,7 @@ class Probe:
         self.before_forward: Callable[[], None] | None = None
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
-        _TAPES[self.handle] = tape
+        TAPES[self.handle] = tape
         self.examples = -1
         self.terms = -1
         """Examples and terms of the model's forward now running; -1: unknown."""
@@ -245,6 +130,12 @@ class LayerHook:
         self.name = layer.name
         self.casts = not layer.is_norm
         """Whether autocast may run the layer in a lower precision than its input's."""
+        module: Any = layer.module
+        self.is_conv = layer.kind == "conv"
+        self.is_plain = layer.kind in ("linear", "conv1d-transposed") or (
+            self.is_conv and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        )
+        """Whether the layer is one operation of its input as it is."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         probe = self.probe
@@ -267,21 +158,35 @@ class LayerHook:
                 f"layer {self.name!r} runs in float16 under autocast: pass KFAC(..., grad_scaler=scaler), so that "
                 f"the loss scale does not enter the statistics"
             )
-        x = (args[0] if args else next(iter(kwargs.values()))).detach()
+        x = args[0] if args else next(iter(kwargs.values()))
+        if self.is_plain and not torch.compiler.is_compiling() and self._hand_over(x, output):
+            return None
+        x, batch_stats = x.detach(), uses_batch_stats(module)
         if self.casts and x.is_floating_point() and x.dtype != output.dtype:
             x = x.to(output.dtype)  # what the layer saw under autocast; the original may change in place
-        batch_stats = uses_batch_stats(module)
         if torch.compiler.is_compiling():
             known = probe.sizes is None
             examples, terms = (probe.examples, probe.terms) if known else (-1, -1)
-            return _Capture.apply(  # type: ignore[no-untyped-call]
+            return Capture.apply(  # type: ignore[no-untyped-call]
                 output, x, probe.sizes, examples, terms, probe.handle, self.index, batch_stats
             )
         if probe.tape is not None and probe.tape.overlap is not None:
             probe.tape.overlap.measure_input(probe.tape.layers[self.index], x, output, probe.examples)
         with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it
             call = (probe.handle, self.index, (probe.examples, probe.terms), batch_stats)
-            return _Watch.apply(output, x, call)  # type: ignore[no-untyped-call]
+            return Watch.apply(output, x, call)  # type: ignore[no-untyped-call]
+
+    def _hand_over(self, x: Tensor, output: Tensor) -> bool:
+        """Ask the output's own node for input and gradient; False where it does not have them."""
+        probe = self.probe
+        assert probe.tape is not None
+        if probe.tape.overlap is not None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return False  # who keeps tensors elsewhere, as checkpointing does, may give them back only once
+        node = keeper(output, x.shape, self.is_conv)
+        if node is None:
+            return False
+        node.register_prehook(Handover(probe.handle, self.index, (probe.examples, probe.terms), x.shape))
+        return True
 
 
 class OutputHook:
@@ -304,15 +209,9 @@ class OutputHook:
         by_token = self.probe.loss_terms == "token"
         exact.check_output(output, loss, by_token=by_token)
         with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it
-            return _Output.apply(  # type: ignore[no-untyped-call]
+            return Output.apply(  # type: ignore[no-untyped-call]
                 output, self.probe.handle, loss, self.probe.terms, by_token
             )
-
-
-def _numbers(sizes: Tensor | None, examples: int, terms: int) -> tuple[int, int]:
-    if sizes is not None:
-        examples, terms = sizes.tolist()  # a tensor of the CPU: nothing waits
-    return examples, terms
 
 
 def _first_tensor(value: Any) -> Tensor | None:

@@ -1,5 +1,8 @@
 """A refresh of whole stacks that never waits for the device.
 
+One that is spread over steps runs, on a GPU, on a stream of its own beside the next step's forward and backward, and
+holds from that step on: so it does on every device.
+
 New decompositions take the place of the old ones where they are to be trusted, which the device decides. What it
 decided is looked at ``PATIENCE`` steps later, when it has long arrived; what failed goes down the ladder of
 ``refresh.py`` then.
@@ -18,6 +21,7 @@ from dkfac import stages
 from dkfac.layers.layer import Layer
 from dkfac.ops import decompose
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
+from dkfac.ops.precision import tf32
 from dkfac.ops.precondition import factored_damping
 from dkfac.replay import Captured, Pool
 from dkfac.settings import Settings
@@ -68,6 +72,10 @@ class Renewal:
         self._slices: list[list[Part]] = []
         self._begin, self._end, self._since, self._counted = 0, -1, 0, False
         """The steps of the refresh under way, what each decomposes, and from when until when that holds."""
+        self._due: list[Part] = []
+        """What is to be decomposed when the step is done with the old decompositions."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._running: list[torch.cuda.Event] = []
         self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
 
     def run(self, runner: Runner, new: set[str]) -> set[str]:
@@ -93,13 +101,38 @@ class Renewal:
                 parts.append((stack, begin, end))
             else:
                 careful |= {layer.name for layer in stack.layers[begin:end]}
-        self._launch(parts, runner)
+        if runner.settings.spread_refresh == 1:
+            self._launch(parts, runner)
+        else:
+            self._due = parts
         if not self._counted and (parts or careful - new):
             runner.count_refresh()
             self._counted = True
         if slice_now == 0 and not careful:
             runner.watch(0.0)
         return careful
+
+    def launch(self, runner: Runner) -> None:
+        """Decompose a slice for the steps to come, from what the factors are now."""
+        due, self._due = self._due, []
+        for device in {stack.device for stack, _, _ in due}:
+            parts = [part for part in due if part[0].device == device]
+            if device.type != "cuda":
+                self._launch(parts, runner)
+                continue
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream), runner.tape.timer.stage("decompose", device), tf32(False, device):
+                self._launch(parts, runner)
+            self._running.append(stream.record_event())
+
+    def join(self) -> None:
+        """Let what follows come after the slice that was launched last."""
+        for event in self._running:
+            event.wait()
+        self._running.clear()
 
     def _launch(self, parts: list[Part], runner: Runner) -> None:
         """Decompose the running factors of some layers anew."""
@@ -156,7 +189,9 @@ class Renewal:
 
     def forget(self) -> None:
         """Start anew: the step and the states are others."""
+        self.join()
         self._pending.clear()
+        self._due.clear()
         self.rewind()
 
     def rewind(self) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST = 2
-"""Graphs of one layer's sums, for as many places as its input and gradient come to lie in by turns."""
+MOST = 16
+"""Graphs of one function, for as many places as its tensors come to lie in by turns."""
+TRIES = 2 * MOST
+"""Graphs that may be captured in vain: to capture one takes as long as some steps without."""
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+"""Where graphs are captured. One for each device: cuBLAS keeps a workspace for each stream it has seen."""
 
 
 def capture(function: Callable[[], Any], pool: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -20,7 +26,9 @@ def capture(function: Callable[[], Any], pool: Any, device: torch.device) -> tup
     go on to do so.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _STREAMS[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
     gc.disable()  # another graph that is collected meanwhile would free its memory, which ends the capture
@@ -59,10 +67,10 @@ class Captured:
     def __init__(self, pool: Pool | None = None) -> None:
         self._key: list[Any] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._found: dict[str, Tensor] = {}
+        self._found: Any = None
         self._pool = Pool() if pool is None else pool
 
-    def run(self, key: list[Any], function: Callable[[], dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    def run(self, key: list[Any], function: Callable[[], Any], device: torch.device) -> Any:
         """Return what the function does; ``key``: the objects it uses. The first time all kernels are compiled."""
         if self._key is None or len(key) != len(self._key) or not all(map(_same, key, self._key)):
             self._key, self._graph = key, None
@@ -77,25 +85,77 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, (tuple, float)) and one == other)
 
 
+def place(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Return where tensors lie, and how."""
+    return tuple([(t.data_ptr(), t.stride()) for t in tensors])
+
+
+@dataclass(slots=True)
+class _Held:
+    graph: torch.cuda.CUDAGraph
+    found: Any
+    uses: int = 1
+
+
+class Placed:
+    """A function of tensors that lie in one of a few places each time: a graph for each that was found twice."""
+
+    def __init__(self, pool: Pool | None = None) -> None:
+        self._pool = Pool() if pool is None else pool
+        self._key: list[Any] | None = None
+        self._graphs: dict[Any, _Held | None] = {}
+        """By place, the one used last at the end; None where tensors were found but once."""
+        self._tries = TRIES
+
+    def run(self, key: list[Any], places: Any, function: Callable[[], Any], device: torch.device) -> tuple[Any] | None:
+        """Return what the function returned when it was captured, after a replay; None if nothing was done.
+
+        ``key``: the objects that it uses wherever the tensors are. Nothing it returns may be read after another call:
+        graphs share their memory.
+        """
+        if self._key is None or len(key) != len(self._key) or not all(map(_same, key, self._key)):
+            self._key, self._tries = key, TRIES
+            self._graphs.clear()
+        if places not in self._graphs:
+            if len(self._graphs) >= MOST:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[places] = None
+            return None
+        held = self._graphs[places] = self._graphs.pop(places)
+        if held is not None:
+            self._tries, held.uses = self._tries + (held.uses == 1), held.uses + 1
+        elif self._tries > 0:
+            self._tries -= 1
+            held = self._graphs[places] = _Held(*capture(function, self._pool.handle(device), device))
+        else:
+            return None
+        held.graph.replay()
+        return (held.found,)
+
+
 class SumGraphs:
-    """A layer's sums from graphs, one for each place that its input and gradient were found in twice."""
+    """Layers' sums from graphs, written to memory of the step: theirs is scratch, which the next graph uses again."""
 
     def __init__(self) -> None:
         self._pool = Pool()
-        self._graphs: dict[str, dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor]] | None]] = {}
+        self._placed: dict[str, Placed] = {}
+        self._forms: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
     def run(self, name: str, tensors: list[Tensor], key: Any, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what the function makes of the tensors, in memory that the next call may use again."""
-        places = (key, *((t.data_ptr(), t.stride()) for t in tensors))
-        graphs = self._graphs.setdefault(name, {})
-        if places not in graphs:
-            if len(graphs) >= MOST:
-                graphs.clear()
-            graphs[places] = None
+        """Return what the function makes of the tensors."""
+        forms, device = self._forms.get((name, key)), tensors[0].device
+        if forms is None:
+            found = function()
+            self._forms[name, key] = [(t.shape, t.dtype) for t in found]
+            return found
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+
+        def write() -> None:
+            for result, value in zip(results, function(), strict=True):
+                result.copy_(value)
+
+        if name not in self._placed:
+            self._placed[name] = Placed(self._pool)
+        if self._placed[name].run([], (key, place([*tensors, *results])), write, device) is None:
             return function()
-        held = graphs[places]
-        if held is None:  # the results stay, so that no later graph is given their memory
-            device = tensors[0].device
-            held = graphs[places] = capture(function, self._pool.handle(device), device)
-        held[0].replay()
-        return held[1]
+        return results

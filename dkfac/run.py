@@ -85,6 +85,7 @@ class Runner:
 
     def settle(self) -> None:
         """Draw all conclusions from what was decomposed so far. Waits for the device."""
+        self._renewal.join()
         self._renewal.look(self, all_of_it=True)
 
     def holds(self, name: str) -> Holding:
@@ -139,6 +140,7 @@ class Runner:
             self._stack()  # the model was moved or converted
         self._raise_what_failed()
         self._check_placement()
+        self._renewal.join()
         norms, good = look_at_gradients(self, optimizer, parameters, device)
         good_batch = good
         if self.measuring:
@@ -157,6 +159,7 @@ class Runner:
                 written = updates.precondition(self, optimizer, rates, norms, good, device)
                 stages.zero_where(~good, stages.gradients([p for p in parameters if id(p) not in written]))
         self.count("skipped_batches", ~good_batch)
+        self._renewal.launch(self)
         self.step += 1
 
     def shadow_step(self) -> None:

@@ -88,7 +88,9 @@ class Settings:
     """Dimension of the examples in the model's first input."""
 
     spread_refresh: int = 1
-    """One process: carry out a refresh over this many steps, some layers at each, instead of all in one."""
+    """One process: carry out a refresh over this many steps, some layers at each, instead of all in one. With solvers
+    "cholesky" and "warm-eigen" a layer's new decomposition holds from the next step on, so that a GPU can work on it
+    beside that step."""
 
     tf32: bool = False
     """On a GPU, multiply the float32 matrices of factors and of preconditioning, not of decompositions, as TF32: four

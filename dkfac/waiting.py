@@ -152,15 +152,14 @@ class Waiting:
             x = group[0].x
             copies = self._forms[group[0].layer.name].copies
             most = max(1, PATCH_BYTES // max(1, x.numel() * x.element_size() * copies))
-            plain = torch.autocast(x.device.type, enabled=False)
-            with torch.no_grad(), plain, tf32(tape.settings.tf32, x.device), tape.timer.stage("capture", x.device):
+            with tape.timer.stage("capture", x.device):
                 for start in range(0, len(group), most):
                     self._sum(group[start : start + most])
 
     def _sum(self, calls: list[Call]) -> None:
         layer, blocks = calls[0].layer, calls[0].layer.spec.factor("G").num_blocks
-        if self.hold and not any(call.sums.factors for call in calls) and not torch.cuda.is_current_stream_capturing():
-            name = "+".join(call.layer.name for call in calls)
+        if self.hold and not torch.cuda.is_current_stream_capturing():
+            name = layer.name if len(calls) == 1 else "+".join(call.layer.name for call in calls)
             tensors = [t for call in calls for t in (call.x, call.g)]
             inputs, gradients = self._graphs.run(name, tensors, calls[0].alike, lambda: self._products(calls))
         else:
@@ -174,6 +173,11 @@ class Waiting:
 
     def _products(self, calls: list[Call]) -> list[Tensor]:
         """Return the sums for A and for G, one call's after the other's."""
+        device = calls[0].x.device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), tf32(self._tape.settings.tf32, device):
+            return self._multiplied(calls)
+
+    def _multiplied(self, calls: list[Call]) -> list[Tensor]:
         parts, layer, settings = len(calls), calls[0].layer, self._tape.settings
         *_, examples, weight = calls[0].alike
         x, g = calls[0].x, calls[0].g

@@ -216,11 +216,14 @@ def test_each_layer_is_decomposed_on_the_factors_of_the_step_at_which_its_slice_
             kfac.step()
             due = due_at(kfac, step, spread, RHYTHMS[rhythm])
             times[step] = sorted(due)
-            oracle.decompose(due, blocks_of(kfac), step)
-            at = {name: saved["decomposed_at"] for name, saved in kfac.state_dict()["layers"].items()}
-            assert at == oracle.at
+            # A slice that is renewed in place holds from the next step on.
+            is_late = solver != "eigen" and spread > 1 and step > 0
+            oracle.decompose(set() if is_late else due, blocks_of(kfac), step)
             for name, module in modules.items():
                 assert_solved(ref.gradient_blocks(module), oracle.direction(name, before[name], step), tol=1e-10)
+            oracle.decompose(due if is_late else set(), blocks_of(kfac), step)
+            at = {name: saved["decomposed_at"] for name, saved in kfac.state_dict()["layers"].items()}
+            assert at == oracle.at
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.01 * parameter.grad / (1 + parameter.grad.norm())
@@ -265,11 +268,13 @@ def test_a_layer_first_used_in_the_middle_of_a_refresh_is_decomposed_at_once_and
                 expected.append(-1)
                 continue
             due = step == 5 or "late" in due_at(kfac, step, 3, rhythm)
-            if due:
+            if step == 5:
                 used = blocks_of(kfac)["late"]
             expected.append(step if due else expected[-1])
             solved = oracle_direction(used, before, 0.1, solve=ref.factored_precondition)
             assert_solved(ref.gradient_blocks(late), solved, tol=1e-10)
+            if due:  # with its slice: from the next step on
+                used = blocks_of(kfac)["late"]
         assert at == expected
 
 
