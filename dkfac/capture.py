@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from dkfac.nodes import TAPES, Capture, Handover, Output, Watch, keeper
 from dkfac.settings import Settings
 from dkfac.tape import Tape
 
-_HANDLES = itertools.count()
+_HANDLES, _INPUTS = itertools.count(), itertools.count()
 
 
 class Probe:
@@ -40,12 +41,20 @@ class Probe:
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
         TAPES[self.handle] = tape
+        self._last: tuple[ref[Tensor], int, int] | None = None
         self.examples = -1
         self.terms = -1
         """Examples and terms of the model's forward now running; -1: unknown."""
         self.sizes: Tensor | None = None
         """The same for a compiled block inside a forward that is not compiled: it would be specialised on numbers.
         In a compiled forward they come from shapes, and a tensor made of them would be work for the CPU."""
+
+    def number_of(self, x: Tensor) -> int:
+        """Return the number of a layer's input: that of the last one if it is the same tensor and has not changed."""
+        version = -1 if x.is_inference() else x._version
+        if self._last is None or self._last[0]() is not x or self._last[1] != version or version < 0:
+            self._last = (ref(x), version, next(_INPUTS))
+        return self._last[2]
 
     def watch(self, names: set[str]) -> None:
         """Measure only these layers."""
@@ -185,7 +194,8 @@ class LayerHook:
         node = keeper(output, x.shape, self.is_conv)
         if node is None:
             return False
-        node.register_prehook(Handover(probe.handle, self.index, (probe.examples, probe.terms), x.shape))
+        call = (probe.handle, self.index, (probe.examples, probe.terms))
+        node.register_prehook(Handover(*call, x.shape, probe.number_of(x)))
         return True
 
 

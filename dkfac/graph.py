@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dkfac import reduce, stages
-from dkfac.ops.fused import finish_
+from dkfac.ops.fused import finish_, write_
 from dkfac.ops.precision import tf32
 from dkfac.replay import Captured, Placed, place
 from dkfac.stacks import Stack, write_back
@@ -84,6 +84,7 @@ class StepGraph:
         self._reading, self._writing = Placed(), Placed()
         self._norms, self._updates = Captured(), Captured()
         self._stacks: list[Stack] = []
+        self._written: list[Stack] = []
         self._parameters: list[Tensor] = []
         self._read_here: list[Tensor] = []
         """The layers' parameters and small ones of no layer's; the rest are large."""
@@ -95,7 +96,7 @@ class StepGraph:
 
     def begin(self, runner: Runner, parameters: list[Tensor], optimizer: Any) -> Tensor | None:
         """Read the gradients; returns whether they are finite, or None if a layer has none."""
-        if any(layer.weight.grad is None for layer in runner.layers):
+        if any(weight.grad is None for weight in runner.weights):
             return None
         stacks, device = runner.stacks, runner.stacks[0].device
         given = [p for p in parameters if p.grad is not None]
@@ -168,19 +169,23 @@ class StepGraph:
         if runner.settings.damping_mode == "relative":
             objects += [mean for layer in runner.layers for mean in runner.states[layer.name].means.values()]
 
-        def updates() -> None:
+        def updates(*, direct: bool = False) -> None:
             with tf32(runner.settings.tf32, flat.device):
                 flat.masked_fill_(~good, 0)
-                told.copy_(update_in_place(runner, stacks, before, good))
+                told.copy_(update_in_place(runner, stacks, before, good, direct=direct))
 
         def write() -> None:
-            updates()
-            self._write(stacks)
+            updates(direct=True)
+            self._write([stack for stack in stacks if stack.whole(stack.buffer) is None])
 
         key = [*stacks, *objects, flat, damping]
         if self._writing.run(key, self._places, write, flat.device) is None:
-            self._updates.run(key, updates, flat.device)
-            self._write(stacks)
+            if self._written is not stacks:  # kernels are compiled before they are captured
+                self._written = stacks
+                write()
+            else:
+                self._updates.run(key, updates, flat.device)
+                self._write(stacks)
         norms = told if loss_scale is None else told / loss_scale.to(told.device)
         runner.device["grad_norm"], runner.device["update_norm"] = norms.unbind()
         if self._large:
@@ -211,8 +216,13 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return one is not other
 
 
-def update_in_place(runner: Runner, stacks: list[Stack], before: Tensor, good: Tensor) -> Tensor:
-    """Turn the gradients in the stacks' buffers into updates; returns the norms before and after."""
+def update_in_place(
+    runner: Runner, stacks: list[Stack], before: Tensor, good: Tensor, *, direct: bool = False
+) -> Tensor:
+    """Turn the gradients in the stacks' buffers into updates; returns the norms before and after.
+
+    ``direct``: write to the parameters' own gradients, where these are laid out alike.
+    """
     found = [(stack, stages.directions(stack, runner, stack.buffer)) for stack in stacks]
     after = torch.cat([stack.norms(update) for stack, update in found])
     sane = torch.isfinite(after)
@@ -221,5 +231,9 @@ def update_in_place(runner: Runner, stacks: list[Stack], before: Tensor, good: T
     begin = 0
     for stack, update in found:
         here, flat = slice(begin, begin := begin + len(stack)), (len(stack), -1)
+        if direct and (parts := stack.whole(stack.buffer)) is not None:
+            for i, (weight, bias, raw) in enumerate(parts, here.start):
+                write_(weight, bias, raw, update[i - here.start], scales[i : i + 1], sane[i : i + 1], good)
+            continue
         finish_(stack.buffer.view(flat), update.view(flat), scales[here], sane[here], good)
     return torch.stack((before, after * scales)).square().sum(1).sqrt()

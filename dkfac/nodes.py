@@ -109,10 +109,11 @@ class Handover:
     Far less work for the host than a node of one's own, and no second copy of an input that autocast converted.
     """
 
-    __slots__ = ("_handle", "_index", "_shape", "_sizes")
+    __slots__ = ("_handle", "_index", "_input", "_shape", "_sizes")
 
-    def __init__(self, handle: int, index: int, sizes: tuple[int, int], shape: torch.Size) -> None:
-        self._handle, self._index, self._sizes, self._shape = handle, index, sizes, shape
+    def __init__(self, handle: int, index: int, sizes: tuple[int, int], shape: torch.Size, number: int) -> None:
+        """``number``: the same for calls on the same input."""
+        self._handle, self._index, self._sizes, self._shape, self._input = handle, index, sizes, shape, number
 
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         tape = TAPES.get(self._handle)
@@ -123,7 +124,7 @@ class Handover:
         x, (g, *_), shape = getattr(node, _KEPT[type(node).__name__]).detach(), gradients, self._shape
         if x.ndim != len(shape):  # of a linear layer, whose rows are its own
             x, g = x.view(shape), g.reshape(*shape[:-1], g.shape[-1])
-        tape.record(self._index, x, g, self._sizes, False)
+        tape.record(self._index, x, g, self._sizes, False, source=self._input)
 
 
 def _refuse_second_order(tape: Tape, index: int) -> None:

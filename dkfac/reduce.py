@@ -21,6 +21,9 @@ from dkfac.window import Measured
 if TYPE_CHECKING:
     from dkfac.run import Runner
 
+LARGE = 2**19
+"""Elements of a factor from which on it is absorbed alone: to lay several side by side costs more than launches."""
+
 Factors = dict[str, dict[str, Tensor]]
 """Batch factors, and moments, by layer and key."""
 
@@ -63,8 +66,14 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         else:
             here = here & stages.constant(ran, stack.device, torch.bool)
             weights.copy_(torch.where(here, weights * decay + 1, weights))
+        factors = _vector(scales, values)
+        if len(stack) > 1 and values.numel() >= LARGE * len(stack):
+            for i, (part, total) in enumerate(zip(torch.split(values, stack.blocks), totals, strict=True)):
+                if total is not None:
+                    absorb_(part.view(1, -1), total.reshape(1, -1), decay, factors[i : i + 1], here[i : i + 1])
+            continue
         flat = (len(stack), -1)
-        absorb_(values.view(flat), _joined(totals, values).view(flat), decay, _vector(scales, values), here)
+        absorb_(values.view(flat), _joined(totals, values).view(flat), decay, factors, here)
     for place in {(w.device, w.dtype) for w in whole}:
         alike = [w for w in whole if (w.device, w.dtype) == place]
         kept = torch.full((), decay, device=place[0], dtype=place[1]).masked_fill_(~good.to(place[0]), 1.0)

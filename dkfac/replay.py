@@ -14,6 +14,8 @@ MOST = 16
 """Graphs of one function, for as many places as its tensors come to lie in by turns."""
 TRIES = 2 * MOST
 """Graphs that may be captured in vain: to capture one takes as long as some steps without."""
+ALIGNED = 512
+"""Bytes, as torch lays its tensors."""
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 """Where graphs are captured. One for each device: cuBLAS keeps a workspace for each stream it has seen."""
@@ -131,6 +133,38 @@ class Placed:
             return None
         held.graph.replay()
         return (held.found,)
+
+
+class Arena:
+    """Memory for copies, which lie in the same place each time if they are made in the same order."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        """Bytes; to set it back gives up the copies made since."""
+        self._wanted = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._strides: dict[Any, tuple[int, ...]] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy without gaps; in memory of its own if there is no room yet."""
+        form = (tensor.shape, tensor.stride())
+        if form not in self._strides:
+            self._strides[form] = torch.empty_like(tensor, device="meta").stride()
+        begin = self.used + -self.used % ALIGNED
+        end = self.used = begin + tensor.numel() * tensor.element_size()
+        self._wanted = max(self._wanted, end)
+        if self._memory.device != tensor.device:
+            self._memory = self._memory.new_empty(0, device=tensor.device)
+        if len(self._memory) < end:
+            return torch.empty_like(tensor).copy_(tensor)
+        place = self._memory[begin:end].view(tensor.dtype)
+        return place.as_strided(tensor.shape, self._strides[form]).copy_(tensor)
+
+    def clear(self) -> None:
+        """Give up all copies, and make room for as many as there were."""
+        self.used = 0
+        if len(self._memory) < self._wanted:
+            self._memory = self._memory.new_empty(self._wanted)
 
 
 class SumGraphs:

@@ -79,7 +79,8 @@ class Runner:
         """Lay side by side what this rank preconditions."""
         mine = [layer for layer in self.layers if self.rank in self.placements[layer.name].preconditioned_by]
         self.stacks = make_stacks(mine)
-        self._places = [(layer.dtype, layer.weight.device) for layer in self.layers]
+        self.weights = [layer.weight for layer in self.layers]
+        self._places = [(w.dtype, w.device) for w in self.weights]
         self._renewal.rewind()
         self.uses_graphs = self.tape.waiting.hold = wants_graphs(self)
 
@@ -99,6 +100,7 @@ class Runner:
     def resume(self, loaded: Loaded) -> None:
         """Go on from a loaded state. A collective call."""
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
+        self._places.clear()
         self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
         self._flag = None
         self._renewal.forget()
@@ -134,10 +136,11 @@ class Runner:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
         device = next((p.device for p in parameters if p.grad is not None), self.layers[0].weight.device)
         timer = self.tape.timer
-        for layer in self.layers:
-            self.states[layer.name].follow(layer.weight, layer.dtype)
-        if self._places != [(layer.dtype, layer.weight.device) for layer in self.layers]:
-            self._stack()  # the model was moved or converted
+        self.weights = [layer.weight for layer in self.layers]
+        if self._places != [(w.dtype, w.device) for w in self.weights]:
+            for layer in self.layers:
+                self.states[layer.name].follow(layer.weight, layer.dtype)
+            self._stack()  # the model was moved or converted, or its state was loaded
         self._raise_what_failed()
         self._check_placement()
         self._renewal.join()

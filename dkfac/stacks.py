@@ -17,8 +17,13 @@ from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Decomposition, from_tensors
 from dkfac.state import Average, LayerState
 
-ALIGNED = 8
-"""On a GPU, matrices are padded with zeros to a multiple of this: odd widths are multiplied much more slowly."""
+ALIGNED = {0: 8, 512: 32}
+"""On a GPU, matrices from a size on are padded with zeros to a multiple: odd widths are multiplied much more slowly."""
+
+
+DIRECT = ("linear", "conv", "conv1d-transposed")
+LARGE = 2**18
+"""Elements of gradients that are worth a launch of their own."""
 
 
 def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
@@ -53,8 +58,9 @@ class Stack:
         return len(self.layers)
 
     def _pad(self, size: int) -> int:
-        pads = self._pads and self.device.type == "cuda" and self.blocks == 1 and size > ALIGNED
-        return size + -size % ALIGNED if pads else size
+        if not self._pads or self.device.type != "cuda" or self.blocks > 1 or size <= ALIGNED[0]:
+            return size
+        return size + -size % next(multiple for least, multiple in reversed(ALIGNED.items()) if size >= least)
 
     def running(self, states: dict[str, LayerState], key: str, measured: Container[str] = ()) -> tuple[Tensor, Tensor]:
         """Return the running sums of a factor, ``[n * B, ...]``, and their weights, ``[n]``; zeros where there is none.
@@ -153,6 +159,24 @@ class Stack:
         bare = grads[:, :down, :across]
         views = torch.split(bare.mT if self.transposed else bare, self.blocks)
         return list(zip(self.layers, views, strict=True))
+
+    def whole(self, grads: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]] | None:
+        """Return each layer's gradients of weight, ``[R, C]``, and bias, with its part of a tensor shaped like the
+        buffer, ``[R.., C..]``; None if they are not large and laid out like it."""
+        rows, columns = self.sizes
+        if self.blocks > 1 or self.layers[0].kind not in DIRECT or rows * columns < LARGE:
+            return None
+        found: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        for layer, part in zip(self.layers, grads, strict=True):
+            weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad
+            if weight is None or (bias is None) == layer.has_bias:
+                return None
+            if not weight.is_contiguous() and weight.numel() != weight.shape[0] * weight.shape[1]:
+                return None
+            across = self.transposed and bias is not None
+            weight = weight.view(rows - across, columns - (bias is not None and not across))
+            found.append((weight, bias.view(1, -1) if bias is not None and across else bias, part))
+        return found
 
 
 def write_back(stacks: list[Stack]) -> None:

@@ -175,21 +175,23 @@ class Tape:
         return None if self._terms is None else self._terms.mask
 
     def record(
-        self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, *, at_once: bool = False
-    ) -> None:
+        self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, *, at_once: bool = False,
+        source: int = -1,
+    ) -> None:  # fmt: skip
         """Add one call of a layer, from inside its backward. ``sizes``: examples, and terms of the loss.
 
-        ``at_once``: the tensors' memory is used for others afterwards, as compiled code does.
+        ``at_once``: the tensors' memory is used for others afterwards, as compiled code does. ``source``: the number of
+        the input.
         """
         self.waits = not at_once
         try:
-            self._record(index, x, g, sizes, batch_stats)
+            self._record(index, x, g, sizes, batch_stats, source)
         except Exception as error:
             if not self.defer_errors:
                 raise
             self.error = self.error or error
 
-    def _record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool) -> None:
+    def _record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, source: int) -> None:
         layer = self.layers[index]
         self.enter()
         exact = self.settings.fisher == "exact"
@@ -209,7 +211,7 @@ class Tape:
             sums.last_call = call
             sums.calls += 1
             may_wait = not isinstance(weight, Tensor) and self._may_wait(layer.name)
-            if may_wait and self.waiting.add(layer, sums, x, g, examples, float(weight)):
+            if may_wait and self.waiting.add(layer, sums, x, g, examples, float(weight), source):
                 return
         batch_dim = self.settings.batch_dim
         no_autocast = torch.autocast(device.type, enabled=False)

@@ -17,7 +17,7 @@ from dkfac.layers.conv import strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import PATCH_BYTES, block_of, rows_of
 from dkfac.ops.precision import tf32
-from dkfac.replay import SumGraphs
+from dkfac.replay import Arena, SumGraphs
 from dkfac.sums import gradient_sum, input_sum
 from dkfac.window import Sums
 
@@ -29,7 +29,8 @@ WAITING_BYTES = 512 * 2**20
 
 
 TOGETHER_BYTES = 16 * 2**20
-"""Inputs from this size on are summed at once, each alone: to lay them side by side would cost more than launches."""
+"""Inputs and gradients from this size on are summed at once, each alone: to keep them and to lay them side by side
+would cost more than launches."""
 
 
 @dataclass(slots=True)
@@ -42,6 +43,8 @@ class Call:
     """What must be equal to sum calls together; examples and weight are the last."""
     versions: tuple[int, int] = (-1, -1)
     """How often input and gradient had been changed in place."""
+    number: int = -1
+    """The same for calls on the same input; -1: not known."""
 
     @property
     def is_intact(self) -> bool:
@@ -83,16 +86,23 @@ class Waiting:
         self.hold = False
         """Whether calls may wait for the step, where a graph sums them."""
         self._num_bytes = 0
-        self._graphs = SumGraphs()
+        self._graphs, self._arena = SumGraphs(), Arena()
+        self._source: Any = None
+        self._inputs = torch.zeros(0)
+        """The last sum for A, and what it is of: other layers may have the same input, as those of attention do."""
         self._forms: dict[str, _Form] = {}
 
     def take(self) -> list[Call]:
-        """Return what waits, in the order of the layers if each was called once."""
+        """Return what waits, in the order of the layers if each was called once; to be summed before the next call."""
         calls, self.calls, self._num_bytes = self.calls[::-1], [], 0
+        self._arena.clear()
+        self._source, self._inputs = None, self._inputs.new_zeros(0)
         return calls
 
-    def add(self, layer: Layer, sums: Sums, x: Tensor, g: Tensor, examples: int, weight: float) -> bool:
-        """Take a call in, if it is of a kind that can wait."""
+    def add(
+        self, layer: Layer, sums: Sums, x: Tensor, g: Tensor, examples: int, weight: float, number: int = -1
+    ) -> bool:
+        """Take a call in, if it is of a kind that can wait. ``number``: of the input."""
         sample = self._tape.sample
         form = self._forms.get(layer.name)
         if form is None:
@@ -120,12 +130,17 @@ class Waiting:
         if num_bytes > PATCH_BYTES:
             return False
         alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples, weight)
-        call = Call(layer, sums, x, g, alike, (_version(x), _version(g)))
-        if x.numel() * x.element_size() >= TOGETHER_BYTES:
+        num_bytes = (x.numel() + g.numel()) * x.element_size()
+        before, versions = self._arena.used, (_version(x), _version(g))
+        if self.hold and sample.every > 1:  # samples of other steps lie elsewhere, and graphs want them in one place
+            x, g, versions = self._arena.keep(x), self._arena.keep(g), (-1, -1)
+        call = Call(layer, sums, x, g, alike, versions, number)
+        if num_bytes >= TOGETHER_BYTES:
             self.sum([call])
+            self._arena.used = before
             return True
         self.calls.append(call)
-        self._num_bytes += (x.numel() + g.numel()) * x.element_size()
+        self._num_bytes += num_bytes
         if self._num_bytes > WAITING_BYTES:
             self.flush()
         return True
@@ -158,12 +173,17 @@ class Waiting:
 
     def _sum(self, calls: list[Call]) -> None:
         layer, blocks = calls[0].layer, calls[0].layer.spec.factor("G").num_blocks
+        source = (calls[0].number, layer.kind, layer.spec.factor("A"), layer.has_bias, calls[0].alike[1])
+        is_known = len(calls) == 1 and source == self._source
         if self.hold and not torch.cuda.is_current_stream_capturing():
-            name = layer.name if len(calls) == 1 else "+".join(call.layer.name for call in calls)
-            tensors = [t for call in calls for t in (call.x, call.g)]
-            inputs, gradients = self._graphs.run(name, tensors, calls[0].alike, lambda: self._products(calls))
+            name = ("G of " if is_known else "") + "+".join(call.layer.name for call in calls)
+            tensors = [t for call in calls for t in (call.x, call.g)][is_known:]
+            found = self._graphs.run(name, tensors, calls[0].alike, lambda: self._products(calls, is_known))
         else:
-            inputs, gradients = self._products(calls)
+            found = self._products(calls, is_known)
+        inputs, gradients = (self._inputs.clone(), *found) if is_known else found
+        if len(calls) == 1 and calls[0].number >= 0:
+            self._source, self._inputs = source, inputs
         rows = rows_per_call(layer, calls[0].x, calls[0].g)
         each = zip(torch.split(inputs, blocks), torch.split(gradients, blocks), strict=True)
         for call, (a, b) in zip(calls, each, strict=True):
@@ -171,18 +191,18 @@ class Waiting:
             call.sums.add("G", b)
             call.sums.rows = call.sums.rows + rows
 
-    def _products(self, calls: list[Call]) -> list[Tensor]:
-        """Return the sums for A and for G, one call's after the other's."""
+    def _products(self, calls: list[Call], has_inputs: bool) -> list[Tensor]:
+        """Return the sums for A, unless there are, and for G, one call's after the other's."""
         device = calls[0].x.device
         with torch.no_grad(), torch.autocast(device.type, enabled=False), tf32(self._tape.settings.tf32, device):
-            return self._multiplied(calls)
+            return self._multiplied(calls, has_inputs)
 
-    def _multiplied(self, calls: list[Call]) -> list[Tensor]:
+    def _multiplied(self, calls: list[Call], has_inputs: bool) -> list[Tensor]:
         parts, layer, settings = len(calls), calls[0].layer, self._tape.settings
         *_, examples, weight = calls[0].alike
         x, g = calls[0].x, calls[0].g
         if parts > 1:
             x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
         (rows,) = rows_of(layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, whole=True)
-        inputs, _ = input_sum(layer, rows, None, settings, parts=parts)
-        return [inputs, gradient_sum(layer, layer.spec.factor("G"), rows, weight, settings, parts=parts)]
+        gradients = gradient_sum(layer, layer.spec.factor("G"), rows, weight, settings, parts=parts)
+        return [gradients] if has_inputs else [input_sum(layer, rows, None, settings, parts=parts)[0], gradients]

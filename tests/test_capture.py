@@ -1,6 +1,8 @@
 """Which backward passes count, and with what weight (R09, R10, PEERS 7 and 8)."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import reference as ref
@@ -273,3 +275,83 @@ def test_set_terms_holds_for_one_backward_pass_only():
 def test_set_terms_refuses_numbers_that_are_not_positive(n):
     with pytest.raises(ValueError, match="must be > 0"):
         attach(mlp()).set_terms(n)
+
+
+class Mixed(nn.Module):
+    """Layers whose input autograd keeps itself, on rows and on tokens, with activations in place behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mix, self.head = nn.Conv1d(4, 5, 3, padding=1), nn.Linear(5, 6), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x):
+        x = torch.relu_(self.conv(x)).mT.contiguous()
+        x = torch.relu_(self.mix(x))
+        return self.head(x.mean(1))
+
+
+def test_measuring_adds_no_node_to_the_graph_of_plain_layers():
+    torch.manual_seed(0)
+    model = Mixed()
+    seen = []
+    for module in (model.conv, model.mix, model.head):
+        module.register_forward_hook(lambda module, args, output: seen.append(type(output.grad_fn).__name__))
+    model(torch.randn(2, 4, 7))
+    plain, seen[:] = list(seen), []
+    with attach(model):
+        model(torch.randn(2, 4, 7))
+    assert seen == plain
+    assert len(plain) == 3
+
+
+@pytest.mark.parametrize("keep", ["loss", "nothing"])
+def test_a_backward_pass_leaves_no_input_alive(keep):
+    """The hand-over hangs on the node that it asks: nothing of it may keep the node or the input."""
+    torch.manual_seed(0)
+    model = Mixed()
+    with attach(model) as kfac:
+        x = torch.randn(2, 4, 7)
+        alive, middle = weakref.ref(x), []
+        model.mix.register_forward_hook(lambda module, args, output: middle.append(weakref.ref(args[0])))
+        gc.disable()
+        try:
+            loss = model(x).square().mean()
+            loss.backward()
+            kfac.step()
+            del x
+            if keep == "nothing":
+                del loss
+            assert alive() is None
+            assert middle[0]() is None
+        finally:
+            gc.enable()
+
+
+def test_a_forward_without_a_backward_leaves_no_input_alive():
+    model = Mixed()
+    with attach(model):
+        x = torch.randn(2, 4, 7)
+        alive = weakref.ref(x)
+        gc.disable()
+        try:
+            output = model(x)
+            del x, output
+            assert alive() is None
+        finally:
+            gc.enable()
+
+
+def test_inputs_have_one_number_while_they_are_the_same_tensor_and_unchanged():
+    with attach(Mixed()) as kfac:
+        number_of = kfac._probe.number_of
+        x, other = torch.randn(3), torch.randn(3)
+        first = number_of(x)
+        assert number_of(x) == first
+        x.mul_(2)
+        second = number_of(x)
+        assert second != first
+        assert number_of(other) not in (first, second)
+        assert number_of(x) not in (first, second)
+        with torch.inference_mode():
+            hidden = torch.randn(3)
+        assert number_of(hidden) != number_of(hidden), "its changes are not counted"

@@ -174,6 +174,38 @@ def test_finish_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(way, sh
     assert frame_is_intact(raw, buffer)
 
 
+@every_way
+@every_offset
+@pytest.mark.parametrize("side", ["none", "column", "row"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (1, 300), (300, 1), (33, 257), (130, 17)], ids=str)
+@pytest.mark.parametrize("is_sane", [True, False], ids=["sane", "insane"])
+def test_write_puts_what_finish_makes_into_a_layers_own_gradients(way, shape, side, offset, is_sane):
+    rows, columns = shape
+    padded = (1, rows + (side == "row") + 2, columns + (side == "column") + 3)
+    raw, update, scale, sane, good = finish_arguments(way, padded, is_sane)
+    expected = finished(raw, update, scale, sane, good)[0]
+    grad, frame = framed(random(way, *shape, seed=3), offset)
+    bias, bias_frame, place = None, frame, (slice(0), slice(0))
+    if side == "column":
+        bias, bias_frame = framed(random(way, rows, seed=4), offset)
+        place = (slice(rows), columns)
+    elif side == "row":
+        bias, bias_frame = framed(random(way, 1, columns, seed=4), offset)
+        place = (slice(rows, rows + 1), slice(columns))
+    before = raw.clone(), update.clone()
+    fused.write_(grad, bias, raw[0], update[0], scale, sane, good)
+    assert same_bits(grad, expected[:rows, :columns])
+    assert bias is None or same_bits(bias, expected[place])
+    assert frame_is_intact(grad, frame)
+    assert bias is None or frame_is_intact(bias, bias_frame)
+    assert same_bits(before[0], raw)
+    assert same_bits(before[1], update)
+    raw.fill_(torch.nan)
+    fused.write_(grad, bias, raw[0], update[0], scale, sane, ~good)
+    assert same_bits(grad, torch.zeros_like(grad))
+    assert bias is None or same_bits(bias, torch.zeros_like(bias))
+
+
 @pytest.mark.parametrize("way", KERNELS)
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda t: t.mT.contiguous().mT], ids=["float64", "strided"])
 def test_tensors_that_the_kernels_do_not_take_go_through_torch(way, change):
@@ -251,8 +283,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dkfac.ops import fused
 
-POINTERS = {"value", "total", "scale", "rotated", "g_values", "a_values", "damping", "update", "raw"}
-CONSTANTS = {"BLOCK": 1024, "HEIGHT": 32, "WIDTH": 64}
+POINTERS = {"value", "total", "scale", "rotated", "g_values", "a_values", "damping", "update", "raw", "grad", "bias"}
+CONSTANTS = {"BLOCK": 1024, "HEIGHT": 32, "WIDTH": 64, "SIDE": 2}
 
 def kind(name):
     if name in CONSTANTS:
@@ -272,7 +304,7 @@ for kernel in fused._kernels().values():
 def test_the_kernels_compile_for_a_gpu_without_fused_rounding(tmp_path):
     """The interpreter runs what the compiler refuses."""
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["False", "True"] * 3
+    assert said.split() == ["False", "True"] * 4
 
 
 OPERATIONS = {

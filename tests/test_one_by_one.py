@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import dkfac
+from dkfac import waiting
 
 
 class Two(nn.Module):
@@ -128,3 +129,48 @@ def test_a_mask_that_keeps_everything_changes_nothing_in_a_sample_of_a_convoluti
             kfac.step()
             found.append(kfac.factors()["0"]["A"])
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+# Layers with one input
+
+
+class Attention(nn.Module):
+    """Three layers of one input, as queries, keys and values are made; ``change`` it in place after the first."""
+
+    def __init__(self, change=False):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5, bias=False)
+        self.head, self.change = nn.Linear(5, 2), change
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        q = self.q(x.clone() if self.change else x)
+        x = x.mul_(2) if self.change else x
+        mixed = torch.softmax(q @ self.k(x).mT, -1) @ self.v(x)
+        return self.head(mixed.mean(1))
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_layers_with_the_same_input_share_its_products(change, monkeypatch):
+    monkeypatch.setattr(waiting, "TOGETHER_BYTES", 1)
+    torch.manual_seed(0)
+    model = Attention(change).double()
+    x, y = torch.randn(6, 3, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    products, real = [], waiting.input_sum
+    monkeypatch.setattr(
+        waiting, "input_sum", lambda layer, *a, **k: (products.append(layer.name), real(layer, *a, **k))[1]
+    )
+    with dkfac.KFAC(model, announce=False, factor_decay=0.5) as kfac:
+        for _ in range(2):  # twice: sums must not be shared with what is done to them
+            products.clear()
+            model.zero_grad()
+            (model(x) - y).square().sum(1).mean().backward()
+            kfac.step()
+        rows = torch.tanh(x).reshape(-1, 4)
+        seen = {"q": rows, "k": rows * (2 if change else 1), "v": rows * (2 if change else 1)}
+        for name, a in seen.items():
+            a = torch.cat([a, a.new_ones(len(a), 1)], 1) if name != "v" else a
+            expected = a.mT @ a / len(a)
+            torch.testing.assert_close(kfac.factors()[name]["A"], expected, rtol=1e-12, atol=1e-12)
+    assert len(set(products) & {"q", "k"}) == (2 if change else 1)
+    assert {"v", "head"} <= set(products)

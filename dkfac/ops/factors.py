@@ -46,11 +46,19 @@ def gram(
         return inner.contiguous()
     full = torch.empty(len(inner), features + 1, features + 1, dtype=dtype, device=rows.device)
     full[:, :-1, :-1] = inner
-    total = rows.sum(1, dtype=dtype)[:, :features] * scale
+    total = _column_sums(rows, dtype)[:, :features] * scale
     full[:, :-1, -1] = total
     full[:, -1, :-1] = total
     full[:, -1, -1] = scale * (rows.shape[1] if weight is None else weight.sum())
     return full
+
+
+def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums over the rows of batches of matrices; on tensor cores as products with ones."""
+    if not adds_in_float32(rows, dtype) or len(rows) > 1 or rows.shape[-1] % ALIGNED:
+        return rows.sum(1, dtype=dtype)
+    ones = rows.new_ones(ALIGNED, rows.shape[1])
+    return torch.mm(ones, rows[0], out_dtype=dtype)[:1]
 
 
 STRIPS = 4

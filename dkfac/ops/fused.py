@@ -74,6 +74,33 @@ def finish_(raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tens
         raw.copy_(chosen.masked_fill_(~good, 0))
 
 
+def write_(
+    grad: Tensor, bias: Tensor | None, raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor
+) -> None:
+    """Set one layer's gradients to what ``finish_`` would make of ``raw``: ``grad``, ``[R, C]``, to its upper left.
+
+    ``bias`` is what follows there: the next column, ``[R]``, or the next row if it is ``[1, C]``. ``scale`` and
+    ``sane`` have one element.
+    """
+    (rows, columns), across = grad.shape, raw.shape[1]
+    side = 0 if bias is None else bias.ndim
+    assert update.shape == raw.shape
+    assert raw.shape[0] >= rows + (side == 2)
+    assert across >= columns + (side == 1)
+    given = [t for t in (grad, bias, raw, update, scale, sane, good) if t is not None]
+    if not _use_triton(*given):
+        chosen = torch.where(sane, update * scale, raw).masked_fill_(~good, 0)
+        grad.copy_(chosen[:rows, :columns])
+        if bias is not None:
+            bias.copy_(chosen[:rows, columns] if side == 1 else chosen[rows : rows + 1, :columns])
+        return
+    width = min(max(16, 1 << (columns - 1).bit_length()), 256)
+    height = TILE // width
+    down, aside = -(-(rows + (side == 2)) // height), -(-(columns + (side == 1)) // width)
+    arguments = (bias if bias is not None else grad, raw, update, scale, sane, good, rows, columns, across, aside)
+    _launch(_write_kernel, down * aside, grad, *arguments, SIDE=side, HEIGHT=height, WIDTH=width)
+
+
 def _over(vector: Tensor, stack: Tensor) -> Tensor:
     """Return ``[n]`` shaped to broadcast over a stack ``[n, ...]``."""
     return vector.view(-1, *(1,) * (stack.ndim - 1))
@@ -101,7 +128,7 @@ def _kernels() -> dict[Callable[..., None], Any] | None:
         tl = importlib.import_module("triton.language")
     except ImportError:
         return None
-    return {kernel: triton.jit(kernel) for kernel in (_absorb_kernel, _divide_kernel, _finish_kernel)}
+    return {kernel: triton.jit(kernel) for kernel in (_absorb_kernel, _divide_kernel, _finish_kernel, _write_kernel)}
 
 
 @functools.cache
@@ -182,3 +209,29 @@ def _finish_kernel(raw, update, scale, sane, good, size, pieces, BLOCK: tl.const
             tl.store(raw + place, found * tl.load(scale + item), mask=within < size)
     else:
         tl.store(raw + place, tl.zeros((BLOCK,), tl.float32), mask=within < size)
+
+
+def _write_kernel(  # type: ignore[no-untyped-def]
+    grad, bias, raw, update, scale, sane, good, rows, columns, across, aside,
+    SIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // aside).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = (tl.program_id(0) % aside).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inner = (row < rows)[:, None] & (column < columns)[None, :]
+    outer = inner
+    if SIDE == 1:
+        outer = (row < rows)[:, None] & (column <= columns)[None, :]
+    if SIDE == 2:
+        outer = (row <= rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * across + column[None, :]
+    found = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    if tl.load(good):
+        if tl.load(sane):
+            found = tl.load(update + place, mask=outer, other=0.0) * tl.load(scale)
+        else:
+            found = tl.load(raw + place, mask=outer, other=0.0)
+    tl.store(grad + row[:, None] * columns + column[None, :], found, mask=inner)
+    if SIDE == 1:
+        tl.store(bias + row[:, None] + column[None, :] - columns, found, mask=outer & (column == columns)[None, :])
+    if SIDE == 2:
+        tl.store(bias + column[None, :] + row[:, None] - rows, found, mask=outer & (row == rows)[:, None])
