@@ -1,8 +1,8 @@
 """A step's own arithmetic as CUDA graphs, for models whose steps are launches more than work.
 
-A graph reads and writes memory, not tensors: it serves a step that finds everything where it was when it was captured,
-which is so for most once a loop has come to its rhythm. A graph is captured again when a buffer, a decomposition or a
-setting in it is another one.
+A graph reads and writes memory, not tensors, and gradients lie elsewhere at each step. So their addresses are written
+to a tensor that stays, and the graph looks there (``ops/many.py``); where Triton does not run, gradients are copied to
+and from buffers that stay. A graph is captured again when a buffer, a decomposition or a setting in it is another one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dkfac import reduce, stages
-from dkfac.ops.fused import finish_, write_
+from dkfac import stages
+from dkfac.ops import many
+from dkfac.ops.fused import finish_
 from dkfac.ops.precision import tf32
-from dkfac.replay import Captured, Placed, place
+from dkfac.replay import Captured
 from dkfac.stacks import Stack, write_back
-from dkfac.waiting import Call
-from dkfac.window import Measured, Sums
+from dkfac.waiting import Call, Waiting
+from dkfac.window import Measured
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -28,71 +29,47 @@ LARGE = 2**22
 
 
 class StatisticsGraph:
-    """What a measured step does to the running factors, if it finds all it uses where it found it before."""
+    """The sums of the calls that waited for the step. Their inputs and gradients were copied to one place."""
 
     def __init__(self) -> None:
-        self._placed = Placed()
-        self._good: Tensor | None = None
+        self._captured = Captured()
 
-    def average(self, runner: Runner, measured: Measured, good: Tensor, decay: float) -> Tensor | None:
-        """Absorb what a step measured; returns whether it was good, None if it is summed but not absorbed."""
+    def sum(self, runner: Runner, measured: Measured) -> None:
+        """Sum what waits, from a graph if it is what waited before."""
         waiting = runner.tape.waiting
         calls = waiting.take()
-        scale = reduce.scale_alone(runner, measured)
         spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
         if spoilt is not None:
             runner.tape.stop_waiting(spoilt)
             for sums in measured.layers.values():
                 sums.factors.clear()
-            return None
-        told, found = None, measured.layers.values()
-        is_plain = not any(isinstance(s.rows, Tensor) or s.moments is not None for s in found)
-        if is_plain and not isinstance(scale, Tensor):
-            if self._good is None:
-                self._good = good.clone()
-            told = self._absorb(runner, measured, calls, self._good.copy_(good), (scale, decay, measured.num_passes))
-        if told is None:
-            runner.tape.guarded(lambda: waiting.sum(calls))
-        return told
+        elif calls:
+            runner.tape.guarded(lambda: self._sum(waiting, calls))
 
-    def _absorb(
-        self, runner: Runner, measured: Measured, calls: list[Call], flag: Tensor, numbers: tuple[float, float, int]
-    ) -> Tensor | None:
-        waiting = runner.tape.waiting
-
-        def absorb() -> Tensor:
-            sums = {name: Sums(factors=dict(s.factors), rows=s.rows) for name, s in measured.layers.items()}
-            waiting.sum([Call(c.layer, sums[c.layer.name], c.x, c.g, c.alike) for c in calls])
-            fresh = Measured(sums, measured.terms, measured.num_passes, measured.unit)
-            return reduce.absorb_alone(runner, fresh, flag, numbers[1])
-
-        done = tuple([(n, s.rows, *s.factors, place(s.factors.values())) for n, s in measured.layers.items()])
-        coming = tuple([(c.layer.name, c.alike, place((c.x, c.g))) for c in calls])
-        running = [average.value for la in runner.layers for average in runner.states[la.name].running.values()]
-        found = self._placed.run([*runner.stacks, *running, flag, numbers], (done, coming), absorb, flag.device)
-        return None if found is None else found[0]
+    def _sum(self, waiting: Waiting, calls: list[Call]) -> None:
+        groups, device = waiting.groups(calls), calls[0].x.device
+        key = tuple([(c.layer.name, c.alike, *((t.data_ptr(), t.stride()) for t in (c.x, c.g))) for c in calls])
+        found = self._captured.run([key], lambda: [waiting.products(group) for group in groups], device)
+        for group, sums in zip(groups, found, strict=True):
+            waiting.give(group, *sums)
 
 
 class StepGraph:
-    """The two halves of a step: are the gradients finite, and what are the updates?
-
-    Where the gradients lie as they did before, both are one graph each, which reads and writes them; elsewhere they are
-    copied to and from buffers that stay.
-    """
+    """The two halves of a step: are the gradients finite, and what are the updates?"""
 
     def __init__(self) -> None:
-        self._reading, self._writing = Placed(), Placed()
-        self._norms, self._updates = Captured(), Captured()
+        self._reading, self._writing = Captured(), Captured()
         self._stacks: list[Stack] = []
-        self._written: list[Stack] = []
         self._parameters: list[Tensor] = []
-        self._read_here: list[Tensor] = []
-        """The layers' parameters and small ones of no layer's; the rest are large."""
-        self._others: list[Tensor] = []
+        self._strides: list[tuple[int, ...]] = []
+        self._used: list[Tensor] = []
+        """The layers' parameters and the small ones of no layer's."""
         self._large: list[Tensor] = []
+        self._others: list[Tensor] = []
         self._views: list[Tensor] = []
-        self._flat = self._good = self._before = self._told = torch.zeros(0)
-        self._places: Any = None
+        self._items: list[many.Items] | None = None
+        """How gradients and buffers belong together, for each stack and the others; None: they are copied."""
+        self._pointers = self._flat = self._good = self._before = self._told = torch.zeros(0)
 
     def begin(self, runner: Runner, parameters: list[Tensor], optimizer: Any) -> Tensor | None:
         """Read the gradients; returns whether they are finite, or None if a layer has none."""
@@ -103,22 +80,25 @@ class StepGraph:
         is_known = self._stacks is stacks and len(given) == len(self._parameters)
         if not is_known or any(map(_differ, given, self._parameters)):
             self._prepare(runner, given, device)
+        grads = [p.grad for p in self._used if p.grad is not None]
+        strides = [g.stride() for g in grads]
+        if strides != self._strides:
+            self._strides, self._items = strides, _describe(stacks, self._used, self._views)
+        if self._items is None:
+            self._copy_in(stacks)
+        else:
+            self._pointers.copy_(many.on_its_way([g.data_ptr() for g in grads], device), non_blocking=True)
         flat, good, before = self._flat, self._good, self._before
 
-        def norms() -> None:
+        def read() -> None:
+            if self._items is not None:
+                for items, buffer in zip(self._items, [*(stack.buffer for stack in stacks), flat], strict=True):
+                    many.gather(self._pointers, items, buffer)
             before.copy_(torch.cat([stack.norms(stack.buffer) for stack in stacks]))
             rest = torch.linalg.vector_norm(flat) if len(flat) else flat.new_zeros(())
             good.copy_(torch.isfinite(before).all() & torch.isfinite(rest))
 
-        def read() -> None:
-            self._read(stacks)
-            norms()
-
-        self._places = place([p.grad for p in self._read_here if p.grad is not None])
-        key = [*stacks, flat]
-        if self._reading.run(key, self._places, read, device) is None:
-            self._read(stacks)
-            self._norms.run(key, norms, device)
+        self._reading.run([*stacks, flat, self._items], read, device)
         if self._large:
             good &= torch.isfinite(stages.norms(stages.gradients(self._large), device)).all()
         found_inf = getattr(optimizer, "found_inf", None)
@@ -129,32 +109,29 @@ class StepGraph:
     def _prepare(self, runner: Runner, given: list[Tensor], device: torch.device) -> None:
         """Make room for the step's results and for the small gradients of no layer's."""
         mine = {id(p) for layer in runner.layers for p in layer.parameters()}
-        rest = [p for p in given if id(p) not in mine]
-        dtype = runner.stacks[0].dtype
+        rest, dtype = [p for p in given if id(p) not in mine], runner.stacks[0].dtype
         small = [p for p in rest if p.numel() < LARGE and p.dtype == dtype and p.device == device
                  and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
         chosen = {id(p) for p in small}
-        self._stacks, self._parameters, self._others = runner.stacks, given, small
+        self._stacks, self._parameters, self._others, self._strides = runner.stacks, given, small, []
         self._large = [p for p in rest if id(p) not in chosen]
-        large = {id(p) for p in self._large}
-        self._read_here = [p for p in given if id(p) not in large]
         self._flat = torch.zeros(sum(p.numel() for p in small), device=device, dtype=dtype)
         parts = torch.split(self._flat, [p.numel() for p in small]) if small else ()
         self._views = [part.view(p.shape) for p, part in zip(small, parts, strict=True)]
+        for stack in runner.stacks:
+            stack.read()  # which makes the buffers
+        mine_first = [p for stack in runner.stacks for layer in stack.layers for p in layer.parameters()]
+        self._used = [p for p in (*mine_first, *small) if p.grad is not None]
+        self._pointers = torch.zeros(len(self._used), dtype=torch.int64, device=device)
         self._good = torch.ones((), dtype=torch.bool, device=device)
         self._before = torch.zeros(sum(map(len, runner.stacks)), device=device, dtype=dtype)
         self._told = torch.zeros(2, device=device, dtype=dtype)
 
-    def _read(self, stacks: list[Stack]) -> None:
+    def _copy_in(self, stacks: list[Stack]) -> None:
         for stack in stacks:
             stack.read()
         if self._others:
             torch._foreach_copy_(self._views, stages.gradients(self._others))
-
-    def _write(self, stacks: list[Stack]) -> None:
-        if self._others:
-            torch._foreach_copy_(stages.gradients(self._others), self._views)
-        write_back(stacks)
 
     def finish(self, runner: Runner, loss_scale: Any) -> bool:
         """Turn the gradients read into updates and write them; False if not all layers can go together."""
@@ -169,28 +146,66 @@ class StepGraph:
         if runner.settings.damping_mode == "relative":
             objects += [mean for layer in runner.layers for mean in runner.states[layer.name].means.values()]
 
-        def updates(*, direct: bool = False) -> None:
-            with tf32(runner.settings.tf32, flat.device):
-                flat.masked_fill_(~good, 0)
-                told.copy_(update_in_place(runner, stacks, before, good, direct=direct))
-
         def write() -> None:
-            updates(direct=True)
-            self._write([stack for stack in stacks if stack.whole(stack.buffer) is None])
+            with tf32(runner.settings.tf32, flat.device):
+                updates = [stages.directions(stack, runner, stack.buffer) for stack in stacks]
+            after = torch.cat([stack.norms(update) for stack, update in zip(stacks, updates, strict=True)])
+            sane = torch.isfinite(after)
+            after = torch.where(sane, after, before)
+            scales = stages.scales(runner.settings.rescale, before, after, sane)
+            told.copy_(torch.stack((before, after * scales)).square().sum(1).sqrt())
+            self._put(stacks, updates, scales, sane)
 
-        key = [*stacks, *objects, flat, damping]
-        if self._writing.run(key, self._places, write, flat.device) is None:
-            if self._written is not stacks:  # kernels are compiled before they are captured
-                self._written = stacks
-                write()
-            else:
-                self._updates.run(key, updates, flat.device)
-                self._write(stacks)
+        self._writing.run([*stacks, *objects, flat, damping, self._items], write, flat.device)
+        if self._items is None:
+            if self._others:
+                torch._foreach_copy_(stages.gradients(self._others), self._views)
+            write_back(stacks)
         norms = told if loss_scale is None else told / loss_scale.to(told.device)
         runner.device["grad_norm"], runner.device["update_norm"] = norms.unbind()
         if self._large:
             stages.zero_where(~good, stages.gradients(self._large))
         return True
+
+    def _put(self, stacks: list[Stack], updates: list[Tensor], scales: Tensor, sane: Tensor) -> None:
+        """Bring updates to the right length, in the gradients themselves or, to be copied, in the buffers."""
+        lengths = [len(stack) for stack in stacks]
+        every = zip(stacks, updates, torch.split(scales, lengths), torch.split(sane, lengths), strict=True)
+        for i, (stack, update, scale, is_sane) in enumerate(every):
+            if self._items is None:
+                flat = (len(stack), -1)
+                finish_(stack.buffer.view(flat), update.view(flat), scale, is_sane, self._good)
+            else:
+                many.scatter(self._pointers, self._items[i], stack.buffer, update, scale, is_sane, self._good)
+        if self._items is None:
+            self._flat.masked_fill_(~self._good, 0)
+        elif self._others:  # as they are, or zero
+            never = torch.zeros(1, dtype=torch.bool, device=self._good.device)
+            many.scatter(self._pointers, self._items[-1], self._flat, self._flat, scales, never, self._good)
+
+
+def _describe(stacks: list[Stack], used: list[Tensor], views: list[Tensor]) -> list[many.Items] | None:
+    """Return which gradients belong to which parts of the stacks' buffers and, last, of the others' buffer.
+
+    ``used``: the parameters, in this order. None where Triton does not run or they are laid out in no simple way.
+    """
+    slots, found = {id(p): i for i, p in enumerate(used)}, list[many.Items | None]()
+    rest = dict(slots)
+    if not many.usable(*(stack.buffer for stack in stacks), *(p.grad for p in used if p.grad is not None)):
+        return None
+    for stack in stacks:
+        grads, inner, places, index = list[Tensor](), list[Tensor](), list[int](), list[int]()
+        for i, (layer, parts) in enumerate(stack.parts()):
+            for p, part in zip(layer.parameters(), parts, strict=True):
+                if p.grad is not None:
+                    grads.append(p.grad)
+                    inner.append(part)
+                    places.append(rest.pop(id(p)))
+                    index.append(i)
+        found.append(many.describe(grads, inner, places, index))
+    others = [p.grad for p in used if id(p) in rest and p.grad is not None]
+    found.append(many.describe(others, views, list(rest.values()), [0] * len(others)))
+    return None if any(items is None for items in found) else [items for items in found if items is not None]
 
 
 def look_at_gradients(
@@ -214,26 +229,3 @@ def wants_graphs(runner: Runner) -> bool:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     return one is not other
-
-
-def update_in_place(
-    runner: Runner, stacks: list[Stack], before: Tensor, good: Tensor, *, direct: bool = False
-) -> Tensor:
-    """Turn the gradients in the stacks' buffers into updates; returns the norms before and after.
-
-    ``direct``: write to the parameters' own gradients, where these are laid out alike.
-    """
-    found = [(stack, stages.directions(stack, runner, stack.buffer)) for stack in stacks]
-    after = torch.cat([stack.norms(update) for stack, update in found])
-    sane = torch.isfinite(after)
-    after = torch.where(sane, after, before)
-    scales = stages.scales(runner.settings.rescale, before, after, sane)
-    begin = 0
-    for stack, update in found:
-        here, flat = slice(begin, begin := begin + len(stack)), (len(stack), -1)
-        if direct and (parts := stack.whole(stack.buffer)) is not None:
-            for i, (weight, bias, raw) in enumerate(parts, here.start):
-                write_(weight, bias, raw, update[i - here.start], scales[i : i + 1], sane[i : i + 1], good)
-            continue
-        finish_(stack.buffer.view(flat), update.view(flat), scales[here], sane[here], good)
-    return torch.stack((before, after * scales)).square().sum(1).sqrt()

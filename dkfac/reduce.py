@@ -11,6 +11,7 @@ from torch import Tensor
 from dkfac import stages
 from dkfac.comm.collectives import Pending
 from dkfac.exchange import Exchange, Named
+from dkfac.ops import many
 from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.ops.fused import absorb_
 from dkfac.plan.plan import Placement
@@ -20,9 +21,6 @@ from dkfac.window import Measured
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
-
-LARGE = 2**19
-"""Elements of a factor from which on it is absorbed alone: to lay several side by side costs more than launches."""
 
 Factors = dict[str, dict[str, Tensor]]
 """Batch factors, and moments, by layer and key."""
@@ -56,6 +54,7 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         good = good & torch.isfinite(torch.stack([s.reshape(()).to(good.device, torch.float64) for s in loose])).all()
     flags = good.expand(max((len(stack) for stack in runner.stacks), default=1)).contiguous()
     whole: list[Tensor] = []
+    together: list[tuple[Tensor, Tensor, float]] = []
     for stack, key, totals, scales in found:
         ran = tuple(t is not None for t in totals)
         names = {layer.name for layer, has in zip(stack.layers, ran, strict=True) if has}
@@ -66,14 +65,17 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         else:
             here = here & stages.constant(ran, stack.device, torch.bool)
             weights.copy_(torch.where(here, weights * decay + 1, weights))
-        factors = _vector(scales, values)
-        if len(stack) > 1 and values.numel() >= LARGE * len(stack):
-            for i, (part, total) in enumerate(zip(torch.split(values, stack.blocks), totals, strict=True)):
+        numbers = [scale for scale in scales if not isinstance(scale, Tensor)]
+        if len(numbers) == len(scales) and many.usable(values, flags):
+            for layer, total, number in zip(stack.layers, totals, numbers, strict=True):
                 if total is not None:
-                    absorb_(part.view(1, -1), total.reshape(1, -1), decay, factors[i : i + 1], here[i : i + 1])
+                    together.append((runner.states[layer.name].running[key].value, total.contiguous(), number))
             continue
         flat = (len(stack), -1)
-        absorb_(values.view(flat), _joined(totals, values).view(flat), decay, factors, here)
+        absorb_(values.view(flat), _joined(totals, values).view(flat), decay, _vector(scales, values), here)
+    if together:
+        running, sums_of_all, factors = zip(*together, strict=True)
+        many.absorb(running, sums_of_all, decay, stages.constant(factors, good.device, torch.float32), good)
     for place in {(w.device, w.dtype) for w in whole}:
         alike = [w for w in whole if (w.device, w.dtype) == place]
         kept = torch.full((), decay, device=place[0], dtype=place[1]).masked_fill_(~good.to(place[0]), 1.0)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST = 16
-"""Graphs of one function, for as many places as its tensors come to lie in by turns."""
-TRIES = 2 * MOST
-"""Graphs that may be captured in vain: to capture one takes as long as some steps without."""
 ALIGNED = 512
 """Bytes, as torch lays its tensors."""
 
@@ -87,54 +82,6 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, (tuple, float)) and one == other)
 
 
-def place(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Return where tensors lie, and how."""
-    return tuple([(t.data_ptr(), t.stride()) for t in tensors])
-
-
-@dataclass(slots=True)
-class _Held:
-    graph: torch.cuda.CUDAGraph
-    found: Any
-    uses: int = 1
-
-
-class Placed:
-    """A function of tensors that lie in one of a few places each time: a graph for each that was found twice."""
-
-    def __init__(self, pool: Pool | None = None) -> None:
-        self._pool = Pool() if pool is None else pool
-        self._key: list[Any] | None = None
-        self._graphs: dict[Any, _Held | None] = {}
-        """By place, the one used last at the end; None where tensors were found but once."""
-        self._tries = TRIES
-
-    def run(self, key: list[Any], places: Any, function: Callable[[], Any], device: torch.device) -> tuple[Any] | None:
-        """Return what the function returned when it was captured, after a replay; None if nothing was done.
-
-        ``key``: the objects that it uses wherever the tensors are. Nothing it returns may be read after another call:
-        graphs share their memory.
-        """
-        if self._key is None or len(key) != len(self._key) or not all(map(_same, key, self._key)):
-            self._key, self._tries = key, TRIES
-            self._graphs.clear()
-        if places not in self._graphs:
-            if len(self._graphs) >= MOST:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[places] = None
-            return None
-        held = self._graphs[places] = self._graphs.pop(places)
-        if held is not None:
-            self._tries, held.uses = self._tries + (held.uses == 1), held.uses + 1
-        elif self._tries > 0:
-            self._tries -= 1
-            held = self._graphs[places] = _Held(*capture(function, self._pool.handle(device), device))
-        else:
-            return None
-        held.graph.replay()
-        return (held.found,)
-
-
 class Arena:
     """Memory for copies, which lie in the same place each time if they are made in the same order."""
 
@@ -165,31 +112,3 @@ class Arena:
         self.used = 0
         if len(self._memory) < self._wanted:
             self._memory = self._memory.new_empty(self._wanted)
-
-
-class SumGraphs:
-    """Layers' sums from graphs, written to memory of the step: theirs is scratch, which the next graph uses again."""
-
-    def __init__(self) -> None:
-        self._pool = Pool()
-        self._placed: dict[str, Placed] = {}
-        self._forms: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
-
-    def run(self, name: str, tensors: list[Tensor], key: Any, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what the function makes of the tensors."""
-        forms, device = self._forms.get((name, key)), tensors[0].device
-        if forms is None:
-            found = function()
-            self._forms[name, key] = [(t.shape, t.dtype) for t in found]
-            return found
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
-
-        def write() -> None:
-            for result, value in zip(results, function(), strict=True):
-                result.copy_(value)
-
-        if name not in self._placed:
-            self._placed[name] = Placed(self._pool)
-        if self._placed[name].run([], (key, place([*tensors, *results])), write, device) is None:
-            return function()
-        return results

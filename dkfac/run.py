@@ -195,17 +195,16 @@ class Runner:
             self.counters["refreshes"] += 1
 
     def count(self, name: str, happened: Tensor) -> None:
-        count = happened.to(torch.float32)
+        count = happened.float()
         self.device[name] = count + self.device[name].to(count.device) if name in self.device else count
-
-    # --- measured sums into running factors ------------------------------------------------------------------
 
     def _average(self, measured: Measured, good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
         if self.exchange is None:
-            found = self.statistics.average(self, measured, good, decay) if self.tape.waiting.hold else None
-            good = reduce.absorb_alone(self, measured, good, decay) if found is None else found
+            if self.tape.waiting.hold:
+                self.statistics.sum(self, measured)
+            good = reduce.absorb_alone(self, measured, good, decay)
         else:
             reduced = self._last_reduced = reduce.Reduced(self, self.exchange, measured, good)
             good = reduced.good
@@ -242,8 +241,6 @@ class Runner:
         flag, self._flag = self._flag, None
         if float(flag) > 0:
             self.exchange.raise_everywhere(self._error)
-
-    # --- decompositions ------------------------------------------------------------------------------------
 
     def _decompose(self) -> None:
         """Refresh the decompositions; between refreshes only those of layers first seen since the last.

@@ -21,11 +21,6 @@ ALIGNED = {0: 8, 512: 32}
 """On a GPU, matrices from a size on are padded with zeros to a multiple: odd widths are multiplied much more slowly."""
 
 
-DIRECT = ("linear", "conv", "conv1d-transposed")
-LARGE = 2**18
-"""Elements of gradients that are worth a launch of their own."""
-
-
 def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
     """Return the layers grouped by what must be equal for one operation to serve them."""
     groups: dict[Any, list[Layer]] = {}
@@ -133,6 +128,10 @@ class Stack:
                 parts[1].zero_()
         return self._grads
 
+    def parts(self) -> list[tuple[Layer, list[Tensor]]]:
+        """Return each layer with its parameters' parts of the buffer."""
+        return list(zip(self.layers, self._parts, strict=True))
+
     @property
     def buffer(self) -> Tensor:
         """Where the gradients were read to."""
@@ -159,24 +158,6 @@ class Stack:
         bare = grads[:, :down, :across]
         views = torch.split(bare.mT if self.transposed else bare, self.blocks)
         return list(zip(self.layers, views, strict=True))
-
-    def whole(self, grads: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]] | None:
-        """Return each layer's gradients of weight, ``[R, C]``, and bias, with its part of a tensor shaped like the
-        buffer, ``[R.., C..]``; None if they are not large and laid out like it."""
-        rows, columns = self.sizes
-        if self.blocks > 1 or self.layers[0].kind not in DIRECT or rows * columns < LARGE:
-            return None
-        found: list[tuple[Tensor, Tensor | None, Tensor]] = []
-        for layer, part in zip(self.layers, grads, strict=True):
-            weight, bias = layer.weight.grad, None if layer.bias is None else layer.bias.grad
-            if weight is None or (bias is None) == layer.has_bias:
-                return None
-            if not weight.is_contiguous() and weight.numel() != weight.shape[0] * weight.shape[1]:
-                return None
-            across = self.transposed and bias is not None
-            weight = weight.view(rows - across, columns - (bias is not None and not across))
-            found.append((weight, bias.view(1, -1) if bias is not None and across else bias, part))
-        return found
 
 
 def write_back(stacks: list[Stack]) -> None:

@@ -17,7 +17,7 @@ from dkfac.layers.conv import strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import PATCH_BYTES, block_of, rows_of
 from dkfac.ops.precision import tf32
-from dkfac.replay import Arena, SumGraphs
+from dkfac.replay import Arena
 from dkfac.sums import gradient_sum, input_sum
 from dkfac.window import Sums
 
@@ -31,6 +31,10 @@ WAITING_BYTES = 512 * 2**20
 TOGETHER_BYTES = 16 * 2**20
 """Inputs and gradients from this size on are summed at once, each alone: to keep them and to lay them side by side
 would cost more than launches."""
+
+
+SMALL = 2**20
+"""Elements of a layer's factors up to which its sums may come from a graph."""
 
 
 @dataclass(slots=True)
@@ -57,15 +61,18 @@ class _Form:
     """The same for layers that differ in nothing but their name and weights; None for kinds that cannot wait."""
     copies: int
     """Of the input, that are made to sum the products of its patches."""
+    is_small: bool
+    """Whether its factors are, so that a graph may keep room for them."""
 
 
 def _form(layer: Layer) -> _Form:
     module: Any = layer.module
     traits: tuple[Any, ...] = (layer.kind, layer.spec.factors, layer.has_bias)
+    is_small = sum(factor.num_elements for factor in layer.spec.factors) <= SMALL
     if layer.kind != "conv":
-        return _Form(hash(traits) if layer.kind in ("linear", "conv1d-transposed") else None, 1)
+        return _Form(hash(traits) if layer.kind in ("linear", "conv1d-transposed") else None, 1, is_small)
     geometry = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
-    return _Form(hash((traits, geometry)), strip_taps(module))
+    return _Form(hash((traits, geometry)), strip_taps(module), is_small)
 
 
 def _version(tensor: Tensor) -> int:
@@ -86,7 +93,7 @@ class Waiting:
         self.hold = False
         """Whether calls may wait for the step, where a graph sums them."""
         self._num_bytes = 0
-        self._graphs, self._arena = SumGraphs(), Arena()
+        self._arena = Arena()
         self._source: Any = None
         self._inputs = torch.zeros(0)
         """The last sum for A, and what it is of: other layers may have the same input, as those of attention do."""
@@ -131,14 +138,12 @@ class Waiting:
             return False
         alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples, weight)
         num_bytes = (x.numel() + g.numel()) * x.element_size()
-        before, versions = self._arena.used, (_version(x), _version(g))
-        if self.hold and sample.every > 1:  # samples of other steps lie elsewhere, and graphs want them in one place
-            x, g, versions = self._arena.keep(x), self._arena.keep(g), (-1, -1)
-        call = Call(layer, sums, x, g, alike, versions, number)
-        if num_bytes >= TOGETHER_BYTES:
+        call = Call(layer, sums, x, g, alike, (_version(x), _version(g)), number)
+        if num_bytes >= TOGETHER_BYTES or (self.hold and not form.is_small):
             self.sum([call])
-            self._arena.used = before
             return True
+        if self.hold:
+            call.x, call.g, call.versions, call.number = self._arena.keep(x), self._arena.keep(g), (-1, -1), -1
         self.calls.append(call)
         self._num_bytes += num_bytes
         if self._num_bytes > WAITING_BYTES:
@@ -156,34 +161,27 @@ class Waiting:
 
     def sum(self, calls: list[Call]) -> None:
         """Add calls to the sums they belong to, those alike together."""
-        tape, groups = self._tape, dict[tuple[Any, ...], list[Call]]()
         spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
         if spoilt is not None:
-            tape.stop_waiting(spoilt)
+            self._tape.stop_waiting(spoilt)
             return
-        for call in calls:
-            groups.setdefault(call.alike, []).append(call)
-        for group in groups.values():
-            x = group[0].x
-            copies = self._forms[group[0].layer.name].copies
-            most = max(1, PATCH_BYTES // max(1, x.numel() * x.element_size() * copies))
-            with tape.timer.stage("capture", x.device):
-                for start in range(0, len(group), most):
-                    self._sum(group[start : start + most])
+        for group in self.groups(calls):
+            self.give(group, *self.products(group))
 
-    def _sum(self, calls: list[Call]) -> None:
+    def groups(self, calls: list[Call]) -> list[list[Call]]:
+        """Return the calls in groups that are summed together."""
+        alike, found = dict[tuple[Any, ...], list[Call]](), list[list[Call]]()
+        for call in calls:
+            alike.setdefault(call.alike, []).append(call)
+        for group in alike.values():
+            x, copies = group[0].x, self._forms[group[0].layer.name].copies
+            most = max(1, PATCH_BYTES // max(1, x.numel() * x.element_size() * copies))
+            found += [group[start : start + most] for start in range(0, len(group), most)]
+        return found
+
+    def give(self, calls: list[Call], inputs: Tensor, gradients: Tensor) -> None:
+        """Add a group's products to the sums of its calls."""
         layer, blocks = calls[0].layer, calls[0].layer.spec.factor("G").num_blocks
-        source = (calls[0].number, layer.kind, layer.spec.factor("A"), layer.has_bias, calls[0].alike[1])
-        is_known = len(calls) == 1 and source == self._source
-        if self.hold and not torch.cuda.is_current_stream_capturing():
-            name = ("G of " if is_known else "") + "+".join(call.layer.name for call in calls)
-            tensors = [t for call in calls for t in (call.x, call.g)][is_known:]
-            found = self._graphs.run(name, tensors, calls[0].alike, lambda: self._products(calls, is_known))
-        else:
-            found = self._products(calls, is_known)
-        inputs, gradients = (self._inputs.clone(), *found) if is_known else found
-        if len(calls) == 1 and calls[0].number >= 0:
-            self._source, self._inputs = source, inputs
         rows = rows_per_call(layer, calls[0].x, calls[0].g)
         each = zip(torch.split(inputs, blocks), torch.split(gradients, blocks), strict=True)
         for call, (a, b) in zip(calls, each, strict=True):
@@ -191,18 +189,21 @@ class Waiting:
             call.sums.add("G", b)
             call.sums.rows = call.sums.rows + rows
 
-    def _products(self, calls: list[Call], has_inputs: bool) -> list[Tensor]:
-        """Return the sums for A, unless there are, and for G, one call's after the other's."""
-        device = calls[0].x.device
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), tf32(self._tape.settings.tf32, device):
-            return self._multiplied(calls, has_inputs)
-
-    def _multiplied(self, calls: list[Call], has_inputs: bool) -> list[Tensor]:
-        parts, layer, settings = len(calls), calls[0].layer, self._tape.settings
-        *_, examples, weight = calls[0].alike
-        x, g = calls[0].x, calls[0].g
-        if parts > 1:
-            x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
-        (rows,) = rows_of(layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, whole=True)
-        gradients = gradient_sum(layer, layer.spec.factor("G"), rows, weight, settings, parts=parts)
-        return [gradients] if has_inputs else [input_sum(layer, rows, None, settings, parts=parts)[0], gradients]
+    def products(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
+        """Return the sums for A and for G of a group, one call's after the other's."""
+        tape, layer, device = self._tape, calls[0].layer, calls[0].x.device
+        plain = torch.autocast(device.type, enabled=False)
+        with tape.timer.stage("capture", device), torch.no_grad(), plain, tf32(tape.settings.tf32, device):
+            *_, examples, weight = calls[0].alike
+            x, g, parts = calls[0].x, calls[0].g, len(calls)
+            if parts > 1:
+                x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
+            (rows,) = rows_of(layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, whole=True)
+            gradients = gradient_sum(layer, layer.spec.factor("G"), rows, weight, tape.settings, parts=parts)
+            source = (calls[0].number, layer.kind, layer.spec.factor("A"), layer.has_bias, calls[0].alike[1])
+            if parts == 1 and source == self._source:
+                return self._inputs.clone(), gradients
+            inputs, _ = input_sum(layer, rows, None, tape.settings, parts=parts)
+            if parts == 1 and calls[0].number >= 0:
+                self._source, self._inputs = source, inputs
+            return inputs, gradients

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dkfac.ops import conv_fused
+from dkfac.ops import conv_fused, kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FRAME = 4096
@@ -115,7 +115,7 @@ def test_strips_are_the_taps_side_by_side_with_zeros_around_and_behind(way, dtyp
     if x.numel() > 1:
         x[0, 0, 0, :2] = torch.tensor([-0.0, float("inf")])[: case.shape[-1]]
     expected = cut(x, case)
-    assert conv_fused._use_triton((dtype,), x) == way.kernels
+    assert kernels.usable((dtype,), x) == way.kernels
     found = conv_fused.strips(x, *case[1:])
     assert same_bits(found, expected)
     assert found.is_contiguous()
@@ -131,7 +131,7 @@ def test_strips_are_the_taps_side_by_side_with_zeros_around_and_behind(way, dtyp
 def test_strips_are_the_same_of_other_types_and_layouts(way, change):
     case = CASES[3]
     x = change(random(way, *case.shape).to(memory_format=torch.channels_last))
-    assert conv_fused._use_triton((torch.float32,), x) == (way.kernels and x.dtype == torch.float32)
+    assert kernels.usable((torch.float32,), x) == (way.kernels and x.dtype == torch.float32)
     assert same_bits(conv_fused.strips(x, *case[1:]), cut(x, case))
 
 
@@ -166,7 +166,7 @@ def test_assemble_puts_every_product_in_the_weights_order(way, parts, channels, 
     same = same + same.mT
     borders = (top, bottom) if bordered else (None, None)
     expected = put_together((same, one, two), borders, channels)
-    assert conv_fused._use_triton((torch.float32,), same) == way.kernels
+    assert kernels.usable((torch.float32,), same) == way.kernels
     found = conv_fused.assemble((same, one, two), borders, channels, ones)
     assert found.shape == (parts, 3 * features + ones, 3 * features + ones)
     assert same_bits(found[:, : 3 * features, : 3 * features], expected)
@@ -248,20 +248,19 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dkfac.ops import conv_fused, fused
+from dkfac.ops import conv_fused, kernels
 
-kernels = {k.__name__: k for k in conv_fused._kernels().values()}
 TILES = {"POSITIONS": 32, "FEATURES": 64, "ROWS": 16, "COLUMNS": 256}
 MULTIPLES = {"length", "channels", "features", "spread"}
 
 def build(name, pointers, kind, constants, options):
-    kernel = kernels[name]
+    kernel = kernels.compiled(getattr(conv_fused, name))
     constants = {n: v for n, v in {**TILES, **constants}.items() if n in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else kind if n in pointers else "i32" for n in kernel.arg_names}
     fixed = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointers | MULTIPLES}
     source = ASTSource(kernel, signature, fixed, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**fused.ROUNDING, **options})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**kernels.ROUNDING, **options})
     ptx = built.asm["ptx"]
     wide = all(any(f"{a}.global.v{n}.b32" in ptx for n in "48") for a in ("ld", "st"))
     print("fma" in ptx, len(built.asm["cubin"]) > 0, wide)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dkfac.ops import fused
+from dkfac.ops import fused, kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN, INF = float("nan"), float("inf")
@@ -174,38 +174,6 @@ def test_finish_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(way, sh
     assert frame_is_intact(raw, buffer)
 
 
-@every_way
-@every_offset
-@pytest.mark.parametrize("side", ["none", "column", "row"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (1, 300), (300, 1), (33, 257), (130, 17)], ids=str)
-@pytest.mark.parametrize("is_sane", [True, False], ids=["sane", "insane"])
-def test_write_puts_what_finish_makes_into_a_layers_own_gradients(way, shape, side, offset, is_sane):
-    rows, columns = shape
-    padded = (1, rows + (side == "row") + 2, columns + (side == "column") + 3)
-    raw, update, scale, sane, good = finish_arguments(way, padded, is_sane)
-    expected = finished(raw, update, scale, sane, good)[0]
-    grad, frame = framed(random(way, *shape, seed=3), offset)
-    bias, bias_frame, place = None, frame, (slice(0), slice(0))
-    if side == "column":
-        bias, bias_frame = framed(random(way, rows, seed=4), offset)
-        place = (slice(rows), columns)
-    elif side == "row":
-        bias, bias_frame = framed(random(way, 1, columns, seed=4), offset)
-        place = (slice(rows, rows + 1), slice(columns))
-    before = raw.clone(), update.clone()
-    fused.write_(grad, bias, raw[0], update[0], scale, sane, good)
-    assert same_bits(grad, expected[:rows, :columns])
-    assert bias is None or same_bits(bias, expected[place])
-    assert frame_is_intact(grad, frame)
-    assert bias is None or frame_is_intact(bias, bias_frame)
-    assert same_bits(before[0], raw)
-    assert same_bits(before[1], update)
-    raw.fill_(torch.nan)
-    fused.write_(grad, bias, raw[0], update[0], scale, sane, ~good)
-    assert same_bits(grad, torch.zeros_like(grad))
-    assert bias is None or same_bits(bias, torch.zeros_like(bias))
-
-
 @pytest.mark.parametrize("way", KERNELS)
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda t: t.mT.contiguous().mT], ids=["float64", "strided"])
 def test_tensors_that_the_kernels_do_not_take_go_through_torch(way, change):
@@ -220,8 +188,8 @@ def test_tensors_that_the_kernels_do_not_take_go_through_torch(way, change):
 def test_without_triton_torch_does_the_work(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(fused, "_kernels", fused._kernels.__wrapped__)
-    assert fused._kernels() is None
+    monkeypatch.setattr(kernels, "found", kernels.found.__wrapped__)
+    assert kernels.found() is None
     arguments = divide_arguments(Way("cpu", torch.float32, False), (3, 2, 5, 7))
     expected = divided(*arguments)
     assert same_bits(fused.divide_(*arguments), expected)
@@ -229,7 +197,7 @@ def test_without_triton_torch_does_the_work(monkeypatch):
 
 def test_on_the_cpu_triton_is_never_looked_for(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(fused, "_kernels", lambda: pytest.fail("looked for triton"))
+    monkeypatch.setattr(kernels, "found", lambda: pytest.fail("looked for triton"))
     assert not fused._use_triton(torch.ones(3))
 
 
@@ -246,11 +214,10 @@ def test_where_triton_cannot_compile_a_warning_says_so_and_torch_does_the_work(m
             return "cuda:0"
 
     ones = torch.ones
-    monkeypatch.setattr(fused, "_kernels", dict)
-    monkeypatch.setattr(fused, "_launch", launch)
+    monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(torch, "ones", lambda size, device: ones(size))
     with pytest.warns(UserWarning, match="cannot run kernels on cuda:0.*RuntimeError: Failed to find C compiler"):
-        assert not fused._works.__wrapped__(Gpu())
+        assert not kernels.works.__wrapped__(Gpu())
 
 
 def in_another_process(*arguments, **environment):
@@ -281,21 +248,21 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dkfac.ops import fused
+from dkfac.ops import fused, kernels
 
-POINTERS = {"value", "total", "scale", "rotated", "g_values", "a_values", "damping", "update", "raw", "grad", "bias"}
-CONSTANTS = {"BLOCK": 1024, "HEIGHT": 32, "WIDTH": 64, "SIDE": 2}
+POINTERS = {"value", "total", "scale", "rotated", "g_values", "a_values", "damping", "update", "raw"}
+CONSTANTS = {"BLOCK": 1024, "HEIGHT": 32, "WIDTH": 64}
 
 def kind(name):
     if name in CONSTANTS:
         return "constexpr"
     return {"good": "*i1", "sane": "*i1", "decay": "fp32"}.get(name, "*fp32" if name in POINTERS else "i32")
 
-for kernel in fused._kernels().values():
+for kernel in map(kernels.compiled, (fused._absorb_kernel, fused._divide_kernel, fused._finish_kernel)):
     signature = {name: kind(name) for name in kernel.arg_names}
     constants = {name: CONSTANTS[name] for name in signature if name in CONSTANTS}
     source = ASTSource(kernel, signature, constants)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused.ROUNDING)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.ROUNDING)
     print("fma" in built.asm["ptx"], len(built.asm["cubin"]) > 0)
 """
 
@@ -304,7 +271,7 @@ for kernel in fused._kernels().values():
 def test_the_kernels_compile_for_a_gpu_without_fused_rounding(tmp_path):
     """The interpreter runs what the compiler refuses."""
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["False", "True"] * 4
+    assert said.split() == ["False", "True"] * 3
 
 
 OPERATIONS = {

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "stages": {"layers", "ops", "refresh", "run", "settings", "stacks", "state"},
     "renew": {"layers", "ops", "replay", "run", "settings", "stacks", "stages", "state"},
     "replay": set(),
-    "graph": {"ops", "reduce", "replay", "run", "stacks", "stages", "waiting", "window"},
+    "graph": {"ops", "replay", "run", "stacks", "stages", "waiting", "window"},
     "updates": {"exchange", "layers", "ops", "run", "shares", "stacks", "stages"},
     "exchange": {"comm", "ops", "plan"},
     "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "settings", "stages"},

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers_exact import Conv1D, assert_close, square_loss
 from torch import nn
 
-from dkfac import KFAC, graph, stacks
+from dkfac import KFAC
 from dkfac.layers.conv import patches_gram
 
 RUN = {
@@ -439,35 +439,3 @@ def test_the_sum_over_patches_of_groups_and_padding_modes(mode, parts):
         rows = torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
         expected = (rows.mT @ rows).reshape(parts, 2, groups, *rows.shape[-1:] * 2).sum(1).flatten(0, 1)
         assert_close(patches_gram(module, x, ones=True, dtype=torch.float64, parts=parts), expected)
-
-
-@pytest.mark.parametrize("flaw", [None, "insane", "bad"])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_updates_written_to_the_gradients_themselves_are_those_copied_from_the_buffers(kind, flaw, monkeypatch):
-    """What a captured step does on a GPU."""
-    monkeypatch.setattr(stacks, "LARGE", 1)
-    model = build(kind)
-    (kfac,) = all_at_once(model)
-    for step in range(3):
-        step_once(model, [kfac], step)
-    runner, parameters = kfac._runner, list(model.parameters())
-    found = []
-    for direct in (False, True):
-        for i, p in enumerate(parameters):
-            generator = torch.Generator().manual_seed(i)
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        if flaw == "insane":
-            parameters[0].grad.fill_(1e300)  # whose update overflows
-            monkeypatch.setattr(graph.stages, "directions", lambda s, r, grads: grads * 1e200)
-        for stack in runner.stacks:
-            stack.read()
-        good = torch.tensor(flaw != "bad")
-        before = torch.cat([stack.norms(stack.buffer) for stack in runner.stacks])
-        told = graph.update_in_place(runner, runner.stacks, before, good, direct=direct)
-        whole = [stack for stack in runner.stacks if stack.whole(stack.buffer) is not None]
-        stacks.write_back([stack for stack in runner.stacks if not direct or stack not in whole])
-        assert bool(whole) == any(layer.kind in stacks.DIRECT for stack in runner.stacks for layer in stack.layers)
-        found.append([told, *(p.grad.clone() for p in parameters)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-    assert flaw != "bad" or not any(p.grad.any() for p in parameters if p.grad.ndim)

@@ -8,20 +8,17 @@ is captured.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dkfac.ops import fused
+from dkfac.ops import kernels
 
 tl: Any = None
-"""``triton.language``, set by ``_kernels``: kernels look it up among the globals of their module."""
+"""``triton.language``, set when a kernel is compiled."""
 
 TILE = 2048
 MAX_FEATURES = 512
@@ -44,7 +41,7 @@ def strips(x: Tensor, width: int, stride: int, dilation: int, pads: Sequence[int
     size = images * tall * wide * features
     flat = torch.empty(size + room * wide * features, dtype=x.dtype, device=x.device)
     found = flat[:size].view(images, tall, wide, features)
-    if not _use_triton((torch.float32, torch.bfloat16, torch.float16), x):
+    if not kernels.usable((torch.float32, torch.bfloat16, torch.float16), x):
         padded = F.pad(x, (left, right, above, below)).movedim(1, -1).contiguous()
         windows = padded.unfold(2, (width - 1) * dilation + 1, stride)[..., ::dilation].mT
         found.view(windows.shape).copy_(windows)
@@ -53,7 +50,7 @@ def strips(x: Tensor, width: int, stride: int, dilation: int, pads: Sequence[int
     across_tile, down_tile = _strip_tile(features, tall * wide)
     across, pieces = -(-features // across_tile), -(-tall * wide // down_tile)
     room_pieces = -(-room * wide // down_tile)
-    _launch(
+    kernels.launch(
         _strips_kernel, (images * pieces + room_pieces) * across,
         flat, x.contiguous(memory_format=torch.channels_last),
         images, height, columns * channels, channels, features, tall * wide, wide, room * wide,
@@ -82,7 +79,7 @@ def assemble(
     assert all(t.shape == (parts, features, features) for t in given)
     side = 3 * features + int(ones)
     full = torch.empty(parts, side, side, dtype=totals[0].dtype, device=totals[0].device)
-    if not _use_triton((torch.float32,), *given):
+    if not kernels.usable((torch.float32,), *given):
         same, one, two = totals
         first = same if bottom is None else same - bottom
         last = same if top is None else same - top
@@ -96,7 +93,7 @@ def assemble(
     given = [t.contiguous() for t in given]
     tile = min(ROWS, 1 << (channels - 1).bit_length())
     down, across = -(-channels // tile), -(-3 * features // COLUMNS)
-    _launch(
+    kernels.launch(
         _assemble_kernel, parts * 3 * width * down * across,
         full, *given[:3], given[-2], given[-1], channels, features, side, down, across,
         WIDTH=width, BORDERS=int(top is not None), ROWS=tile, COLUMNS=COLUMNS, num_warps=WARPS,
@@ -114,38 +111,7 @@ def _strip_tile(features: int, positions: int) -> tuple[int, int]:
     return width, min(TILE // width, 1 << (positions - 1).bit_length())
 
 
-def _use_triton(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors: of these types, on one GPU that Triton can run on, or interpreted."""
-    device = tensors[0].device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return False  # before Triton is imported in vain
-    if not all(t.device == device and t.dtype in dtypes for t in tensors):
-        return False
-    return fused._kernels() is not None and fused._works(device) and _kernels() is not None
-
-
-@functools.cache
-def _kernels() -> dict[Callable[..., None], Any] | None:
-    """Return the compiled form of each kernel, None without Triton."""
-    global tl
-    try:
-        triton = importlib.import_module("triton")
-        tl = importlib.import_module("triton.language")
-    except ImportError:
-        return None
-    return {kernel: triton.jit(kernel) for kernel in (_strips_kernel, _assemble_kernel)}
-
-
-def _launch(kernel: Callable[..., None], programs: int, first: Tensor, *arguments: Any, **constants: int) -> None:
-    kernels = _kernels()
-    assert kernels is not None
-    if programs == 0:
-        return
-    with torch.cuda.device(first.get_device()):  # Triton launches on the current one, wherever the tensors are
-        kernels[kernel][(programs,)](first, *arguments, **constants, **fused.ROUNDING)
-
-
-# The kernels. Offsets of images and rows are 64-bit. What is said in ``fused`` about annotations holds here too.
+# The kernels. Offsets of images and rows are 64-bit.
 
 
 def _strips_kernel(  # type: ignore[no-untyped-def]

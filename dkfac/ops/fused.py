@@ -8,23 +8,19 @@ it before a CUDA graph is captured.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dkfac.ops import kernels
+
 tl: Any = None
-"""``triton.language``, set by ``_kernels``: kernels look it up among the globals of their module."""
+"""``triton.language``, set when a kernel is compiled."""
 
 BLOCK = 1024
 TILE = 2048
-ROUNDING = {"enable_fp_fusion": False}
-"""As torch rounds. Triton 3.9 warns where the choice is left to it, and 3.10 will choose otherwise."""
 
 
 def absorb_(value: Tensor, total: Tensor, decay: float, scale: Tensor, good: Tensor) -> None:
@@ -56,7 +52,7 @@ def divide_(rotated: Tensor, g_values: Tensor, a_values: Tensor, damping: Tensor
     height = TILE // width
     down, across = -(-rows // height), -(-columns // width)
     arguments = (rotated, g_values, a_values, damping, blocks, rows, columns, down, across)
-    _launch(_divide_kernel, n * blocks * down * across, *arguments, HEIGHT=height, WIDTH=width)
+    kernels.launch(_divide_kernel, n * blocks * down * across, *arguments, HEIGHT=height, WIDTH=width)
     return rotated
 
 
@@ -74,101 +70,24 @@ def finish_(raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tens
         raw.copy_(chosen.masked_fill_(~good, 0))
 
 
-def write_(
-    grad: Tensor, bias: Tensor | None, raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor
-) -> None:
-    """Set one layer's gradients to what ``finish_`` would make of ``raw``: ``grad``, ``[R, C]``, to its upper left.
-
-    ``bias`` is what follows there: the next column, ``[R]``, or the next row if it is ``[1, C]``. ``scale`` and
-    ``sane`` have one element.
-    """
-    (rows, columns), across = grad.shape, raw.shape[1]
-    side = 0 if bias is None else bias.ndim
-    assert update.shape == raw.shape
-    assert raw.shape[0] >= rows + (side == 2)
-    assert across >= columns + (side == 1)
-    given = [t for t in (grad, bias, raw, update, scale, sane, good) if t is not None]
-    if not _use_triton(*given):
-        chosen = torch.where(sane, update * scale, raw).masked_fill_(~good, 0)
-        grad.copy_(chosen[:rows, :columns])
-        if bias is not None:
-            bias.copy_(chosen[:rows, columns] if side == 1 else chosen[rows : rows + 1, :columns])
-        return
-    width = min(max(16, 1 << (columns - 1).bit_length()), 256)
-    height = TILE // width
-    down, aside = -(-(rows + (side == 2)) // height), -(-(columns + (side == 1)) // width)
-    arguments = (bias if bias is not None else grad, raw, update, scale, sane, good, rows, columns, across, aside)
-    _launch(_write_kernel, down * aside, grad, *arguments, SIDE=side, HEIGHT=height, WIDTH=width)
-
-
 def _over(vector: Tensor, stack: Tensor) -> Tensor:
     """Return ``[n]`` shaped to broadcast over a stack ``[n, ...]``."""
     return vector.view(-1, *(1,) * (stack.ndim - 1))
 
 
 def _use_triton(*tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors: contiguous, float32 (or flags), on one GPU that Triton can run on.
-
-    Under TRITON_INTERPRET=1, on the CPU too.
-    """
-    device = tensors[0].device
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return False  # before Triton is imported in vain
-    if not all(t.device == device and t.dtype in (torch.float32, torch.bool) and t.is_contiguous() for t in tensors):
-        return False
-    return _kernels() is not None and _works(device)
-
-
-@functools.cache
-def _kernels() -> dict[Callable[..., None], Any] | None:
-    """Return the compiled form of each kernel, None without Triton."""
-    global tl
-    try:
-        triton = importlib.import_module("triton")
-        tl = importlib.import_module("triton.language")
-    except ImportError:
-        return None
-    return {kernel: triton.jit(kernel) for kernel in (_absorb_kernel, _divide_kernel, _finish_kernel, _write_kernel)}
-
-
-@functools.cache
-def _works(device: torch.device) -> bool:
-    """Whether a kernel runs there. Triton that imports may still lack a C compiler, Python's headers or this GPU."""
-    kernels = _kernels()
-    assert kernels is not None
-    if device.type != "cuda":  # the variable counts when Triton makes a kernel, not when we are called
-        return type(kernels[_absorb_kernel]).__name__ == "InterpretedFunction"
-    one = torch.ones(1, device=device)
-    try:
-        _launch_flat(_absorb_kernel, one, one, one, one > 0, 0.5)
-    except Exception as error:
-        warnings.warn(
-            f"Triton cannot run kernels on {device}, so dkfac uses slower torch operations there. "
-            f"It said: {type(error).__name__}: {error}",
-            stacklevel=4,
-        )
-        return False
-    return True
+    """Whether the kernels take these tensors: contiguous, and float32 or flags."""
+    return kernels.usable((torch.float32, torch.bool), *tensors) and all(t.is_contiguous() for t in tensors)
 
 
 def _launch_flat(kernel: Callable[..., None], stack: Tensor, *arguments: Any) -> None:
     """Run a kernel whose programs each do ``BLOCK`` elements of one tensor of the stack."""
     size = stack.numel() // max(len(stack), 1)
     pieces = -(-size // BLOCK)
-    _launch(kernel, len(stack) * pieces, stack, *arguments, size, pieces, BLOCK=BLOCK)
+    kernels.launch(kernel, len(stack) * pieces, stack, *arguments, size, pieces, BLOCK=BLOCK)
 
 
-def _launch(kernel: Callable[..., None], programs: int, first: Tensor, *arguments: Any, **constants: int) -> None:
-    kernels = _kernels()
-    assert kernels is not None
-    if programs == 0:
-        return
-    with torch.cuda.device(first.get_device()):  # Triton launches on the current one, wherever the tensors are
-        kernels[kernel][(programs,)](first, *arguments, **constants, **ROUNDING)
-
-
-# The kernels. Offsets are 64-bit: a stack may have more than 2**31 elements. Only constants are annotated: Triton looks
-# the names in annotations up, and allows only its own.
+# The kernels. Offsets are 64-bit: a stack may have more than 2**31 elements.
 
 
 def _absorb_kernel(value, total, scale, good, decay, size, pieces, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -209,29 +128,3 @@ def _finish_kernel(raw, update, scale, sane, good, size, pieces, BLOCK: tl.const
             tl.store(raw + place, found * tl.load(scale + item), mask=within < size)
     else:
         tl.store(raw + place, tl.zeros((BLOCK,), tl.float32), mask=within < size)
-
-
-def _write_kernel(  # type: ignore[no-untyped-def]
-    grad, bias, raw, update, scale, sane, good, rows, columns, across, aside,
-    SIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) // aside).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
-    column = (tl.program_id(0) % aside).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inner = (row < rows)[:, None] & (column < columns)[None, :]
-    outer = inner
-    if SIDE == 1:
-        outer = (row < rows)[:, None] & (column <= columns)[None, :]
-    if SIDE == 2:
-        outer = (row <= rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * across + column[None, :]
-    found = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    if tl.load(good):
-        if tl.load(sane):
-            found = tl.load(update + place, mask=outer, other=0.0) * tl.load(scale)
-        else:
-            found = tl.load(raw + place, mask=outer, other=0.0)
-    tl.store(grad + row[:, None] * columns + column[None, :], found, mask=inner)
-    if SIDE == 1:
-        tl.store(bias + row[:, None] + column[None, :] - columns, found, mask=outer & (column == columns)[None, :])
-    if SIDE == 2:
-        tl.store(bias + column[None, :] + row[:, None] - rows, found, mask=outer & (row == rows)[:, None])

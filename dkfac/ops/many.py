@@ -1,0 +1,172 @@
+"""Many tensors in one launch, wherever they lie: their addresses are numbers in a tensor, which a CUDA graph can read.
+
+*Outer* tensors (gradients, sums of a step) lie elsewhere each time; *inner* ones are parts of one that stays. Triton
+only: ask ``usable`` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.ops import kernels
+
+tl: Any = None
+"""``triton.language``, set when a kernel is compiled."""
+
+BLOCK = 1024
+MOST_PROGRAMS = 512
+"""For one tensor: each then does several blocks."""
+DIMS = 4
+FIELDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Which elements of outer tensors belong to which of an inner one."""
+
+    meta: Tensor
+    """``[n, FIELDS]``: elements, slot, index, offset; sizes but the first; strides of inner; strides of outer."""
+    dims: int
+    programs: int
+    """For each item."""
+
+
+def usable(*tensors: Tensor) -> bool:
+    return kernels.usable((torch.float32, torch.bool), *tensors)
+
+
+def describe(
+    outer: Sequence[Tensor], inner: Sequence[Tensor], slots: Sequence[int], index: Sequence[int]
+) -> Items | None:
+    """Return what ``gather`` and ``scatter`` need to know of pairs of tensors of one shape; None if it is too much.
+
+    ``inner``: parts of one tensor. ``slots``: where the outer ones' addresses will be. ``index``: of each one's flags.
+    """
+    rows, most, longest = [], 1, 1
+    for one, other, slot, flag in zip(outer, inner, slots, index, strict=True):
+        sizes, mine, yours = _merged(other.shape, other.stride(), one.stride())
+        if len(sizes) > DIMS or one.numel() >= 2**31 or _reach(one) >= 2**31 or _reach(other) >= 2**31:
+            return None
+        lack = DIMS - len(sizes)
+        sizes, mine, yours = [1] * lack + sizes, [0] * lack + mine, [0] * lack + yours
+        rows.append([one.numel(), slot, flag, other.storage_offset(), *sizes[1:], *mine, *yours, 0])
+        most, longest = max(most, DIMS - lack), max(longest, one.numel())
+    device = inner[0].device if inner else torch.device("cpu")
+    meta = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, FIELDS)
+    return Items(meta, most, min(MOST_PROGRAMS, -(-longest // BLOCK)))
+
+
+def _reach(tensor: Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _merged(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], ...]:
+    """Return sizes and strides with neighbours made one where they lie so in all, and without sizes of 1."""
+    kept = [i for i, size in enumerate(shape) if size != 1]
+    sizes, lines = [shape[i] for i in kept], [[line[i] for i in kept] for line in strides]
+    for i in range(len(sizes) - 2, -1, -1):
+        if all(line[i] == line[i + 1] * sizes[i + 1] for line in lines):
+            sizes[i : i + 2] = [sizes[i] * sizes[i + 1]]
+            for line in lines:
+                del line[i]
+    return sizes, *lines
+
+
+def on_its_way(numbers: list[int], device: torch.device) -> Tensor:
+    """Return numbers as a tensor that can be copied to a device without waiting."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def gather(pointers: Tensor, items: Items, inner: Tensor) -> None:
+    """Copy the outer tensors to their parts of an inner one."""
+    _move(pointers, items, inner, inner, inner, inner, inner, out=False)
+
+
+def scatter(
+    pointers: Tensor, items: Items, raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor
+) -> None:
+    """Set the outer tensors to ``scale[i] update`` where ``sane[i]``, to ``raw`` elsewhere, to zeros if not ``good``.
+
+    ``raw`` and ``update`` are inner tensors of one shape and layout; i is an item's index.
+    """
+    assert raw.stride() == update.stride()
+    _move(pointers, items, raw, update, scale, sane, good, out=True)
+
+
+def _move(
+    pointers: Tensor, items: Items, raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor, *, out: bool
+) -> None:
+    assert raw.storage_offset() == 0
+    kernels.launch(
+        _move_kernel, len(items.meta) * items.programs, raw, update, pointers, items.meta, scale, sane, good,
+        items.programs, OUT=int(out), DIMS=items.dims, FIELDS=FIELDS, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def absorb(values: Sequence[Tensor], totals: Sequence[Tensor], decay: float, scale: Tensor, good: Tensor) -> None:
+    """Set each value to ``decay value + scale[i] total`` if ``good``, which is one flag. All are contiguous."""
+    assert all(v.shape == t.shape for v, t in zip(values, totals, strict=True))
+    assert all(t.is_contiguous() for t in (*values, *totals))
+    sizes = [value.numel() for value in values]
+    table = [n for v, t, size in zip(values, totals, sizes, strict=True) for n in (v.data_ptr(), t.data_ptr(), size)]
+    programs = min(MOST_PROGRAMS, -(-max(sizes, default=0) // BLOCK))
+    there = on_its_way(table, good.device).to(good.device, non_blocking=True)
+    kernels.launch(_absorb_kernel, len(values) * programs, there, scale, good, decay, programs, BLOCK=BLOCK)
+
+
+# The kernels. Elements of an item are counted in 32 bits, addresses in 64.
+
+
+def _move_kernel(  # type: ignore[no-untyped-def]
+    raw, update, pointers, meta, scale, sane, good, programs,
+    OUT: tl.constexpr, DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    meta += (tl.program_id(0) // programs) * FIELDS
+    size = tl.load(meta).to(tl.int32)
+    outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(tl.float32))
+    index = tl.load(meta + 2)
+    raw += tl.load(meta + 3)
+    update += tl.load(meta + 3)
+    for begin in range((tl.program_id(0) % programs) * BLOCK, size, programs * BLOCK):
+        rest = begin + tl.arange(0, BLOCK)
+        inside = rest < size
+        here = tl.zeros((BLOCK,), tl.int32)
+        there = tl.zeros((BLOCK,), tl.int32)
+        for dim in tl.static_range(3, 4 - DIMS, -1):
+            length = tl.load(meta + 3 + dim).to(tl.int32)
+            digit = rest % length
+            rest = rest // length
+            here += digit * tl.load(meta + 7 + dim).to(tl.int32)
+            there += digit * tl.load(meta + 11 + dim).to(tl.int32)
+        here += rest * tl.load(meta + 11 - DIMS).to(tl.int32)
+        there += rest * tl.load(meta + 15 - DIMS).to(tl.int32)
+        if OUT:
+            found = tl.zeros((BLOCK,), tl.float32)
+            if tl.load(good):
+                if tl.load(sane + index):
+                    found = tl.load(update + here, mask=inside, other=0.0) * tl.load(scale + index)
+                else:
+                    found = tl.load(raw + here, mask=inside, other=0.0)
+            tl.store(outer + there, found, mask=inside)
+        else:
+            tl.store(raw + here, tl.load(outer + there, mask=inside, other=0.0), mask=inside)
+
+
+def _absorb_kernel(table, scale, good, decay, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    item = tl.program_id(0) // programs
+    if tl.load(good):
+        value = tl.load(table + 3 * item).to(tl.pointer_type(tl.float32))
+        total = tl.load(table + 3 * item + 1).to(tl.pointer_type(tl.float32))
+        size = tl.load(table + 3 * item + 2)
+        factor = tl.load(scale + item)
+        for begin in range((tl.program_id(0) % programs).to(tl.int64) * BLOCK, size, programs * BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            inside = place < size
+            old = tl.load(value + place, mask=inside, other=0.0)
+            new = tl.load(total + place, mask=inside, other=0.0)
+            tl.store(value + place, decay * old + factor * new, mask=inside)

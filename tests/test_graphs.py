@@ -1,0 +1,185 @@
+"""Steps from graphs take the same steps, whatever is captured when.
+
+Graphs are acted here: a replay runs what was captured once more, on the memory it was captured with, and makes waste of
+what other graphs of its memory had returned. The real ones are tested on a GPU by test_gpu_speed.py.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dkfac
+from dkfac import graph, replay, run
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def tensors(found):
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if isinstance(found, dict):
+        found = list(found.values())
+    return [t for item in found or () for t in tensors(item)]
+
+
+class Acted:
+    """What a captured graph does."""
+
+    replays = 0
+
+    def __init__(self, function, pool):
+        self.function, self.pool, self.found, self.is_fresh = function, pool, function(), True
+        pool.append(self)
+
+    def replay(self):
+        type(self).replays += 1
+        for other in self.pool:
+            if other is not self:
+                for tensor in tensors(other.found):
+                    tensor.fill_(True if tensor.dtype == torch.bool else 12345.0)
+        if self.is_fresh:  # nothing runs while a real one is captured
+            self.is_fresh = False
+            return
+        for old, new in zip(tensors(self.found), tensors(self.function()), strict=True):
+            old.copy_(new)
+
+
+@pytest.fixture
+def acted(monkeypatch):
+    pools = {}
+
+    def capture(function, pool, device):
+        made = Acted(function, pool)
+        return made, made.found
+
+    monkeypatch.setattr(Acted, "replays", 0)
+    monkeypatch.setattr(replay, "capture", capture)
+    monkeypatch.setattr(replay.Pool, "handle", lambda self, device: pools.setdefault(id(self), []))
+    monkeypatch.setattr(run, "wants_graphs", lambda runner: runner.settings.cuda_graph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return pools
+
+
+def build(dtype):
+    """Layers of one shape, with and without bias, and parameters of no layer's."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 3, stride=2, padding=1),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.ReLU(),
+        nn.Linear(16, 3),
+    ).to(dtype)  # fmt: skip
+
+
+def train(dtype=torch.float64, steps=16, *, change=lambda step, model: None, **options):
+    model = build(dtype).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    options = {"solver": "cholesky", "factor_interval": 1, "inverse_interval": 4, "warmup_refresh": None} | options
+    kfac = dkfac.KFAC(model, optimizer, announce=False, **options)
+    generator, kept = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        size = 5 if step in (7, 8) else 12
+        x = torch.randn(size, 2, 6, 6, generator=generator).to(dtype)
+        y = torch.randint(0, 3, (size,), generator=generator)
+        change(step, model)
+        kept.append(torch.empty(1000 * step % 7))  # memory does not lie the same at each step
+        optimizer.zero_grad()
+        F.cross_entropy(model(x * float("nan") if step == 10 else x), y).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], kfac
+
+
+CASES = [
+    {},
+    {"solver": "warm-eigen", "damping": 0.1},
+    {"damping_mode": "relative", "rescale": "norm"},
+    {"spread_refresh": 3},
+    {"statistics_fraction": 0.25},
+    {"factor_interval": 2, "inverse_interval": 8, "spread_refresh": 8},
+]
+
+
+def assert_same(ours, theirs, tolerance):
+    for one, other in zip(ours[0], theirs[0], strict=True):
+        assert torch.isfinite(one).all()
+        assert (one - other).norm() <= tolerance * other.norm() + tolerance
+    metrics = ours[1].metrics(), theirs[1].metrics()
+    for name in ("skipped_batches", "refreshes"):
+        assert metrics[0][name] == metrics[1][name]
+    for name in ("grad_norm", "update_norm"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=100 * tolerance)
+    for name, factors in theirs[1].factors().items():
+        for key, factor in factors.items():
+            assert (ours[1].factors()[name][key] - factor).norm() <= tolerance * factor.norm() + tolerance
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_steps_from_graphs_are_the_steps(acted, options):
+    theirs = train(**options)
+    assert Acted.replays == 0
+    ours = train(**options, cuda_graph=True)
+    assert Acted.replays > 30
+    assert_same(ours, theirs, 1e-9)
+
+
+def freeze_a_bias(step, model):
+    if step == 6:
+        model[5].bias.requires_grad_(False)
+    if step == 11:
+        model[5].bias.requires_grad_(True)
+
+
+def lay_gradients_otherwise(step, model):
+    """Weights, and so their gradients, in another layout."""
+    if step in (5, 9):
+        model.to(memory_format=torch.contiguous_format if step == 5 else torch.channels_last)
+
+
+@pytest.mark.parametrize("change", [freeze_a_bias, lay_gradients_otherwise])
+def test_a_change_of_the_model_is_noticed(acted, change):
+    theirs = train(change=change)
+    ours = train(change=change, cuda_graph=True)
+    assert Acted.replays > 15
+    assert_same(ours, theirs, 1e-9)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="for the session in Triton's interpreter")
+def test_interpreted_kernels_find_gradients_where_they_lie(acted, monkeypatch):
+    def change(step, model):
+        freeze_a_bias(step, model)
+        lay_gradients_otherwise(step + 2, model)
+
+    described, options = [], {"statistics_fraction": 0.5, "steps": 12, "change": change, "damping": 0.1}
+    real = graph._describe
+    monkeypatch.setattr(graph, "_describe", lambda *given: described.append(real(*given)) or described[-1])
+    theirs = train(torch.float32, **options)
+    ours = train(torch.float32, **options, cuda_graph=True)
+    assert len(described) == 5, "one for each layout and set of gradients"
+    assert None not in described
+    assert_same(ours, theirs, 1e-3)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is that session")
+def test_the_kernels_run_in_tritons_interpreter():
+    options = ["-q", "--tb=short", "--maxfail=3", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "interpreted_"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, *options],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
