@@ -16,6 +16,7 @@ from torch import Tensor
 from dkfac.layers.conv import strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import PATCH_BYTES, block_of, rows_of
+from dkfac.ops.factors import gram_of_rows
 from dkfac.ops.precision import tf32
 from dkfac.replay import Arena
 from dkfac.sums import gradient_sum, input_sum
@@ -63,6 +64,8 @@ class _Form:
     """Of the input, that are made to sum the products of its patches."""
     is_small: bool
     """Whether its factors are, so that a graph may keep room for them."""
+    is_pointwise: bool
+    """Whether its rows are its input's as they are."""
 
 
 def _form(layer: Layer) -> _Form:
@@ -70,9 +73,12 @@ def _form(layer: Layer) -> _Form:
     traits: tuple[Any, ...] = (layer.kind, layer.spec.factors, layer.has_bias)
     is_small = sum(factor.num_elements for factor in layer.spec.factors) <= SMALL
     if layer.kind != "conv":
-        return _Form(hash(traits) if layer.kind in ("linear", "conv1d-transposed") else None, 1, is_small)
+        is_known = layer.kind in ("linear", "conv1d-transposed")
+        return _Form(hash(traits) if is_known else None, 1, is_small, is_known)
     geometry = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
-    return _Form(hash((traits, geometry)), strip_taps(module), is_small)
+    is_pointwise = set(module.kernel_size) == set(module.stride) == {1} and module.groups == 1
+    is_pointwise &= not isinstance(module.padding, str) and set(module.padding) == {0}
+    return _Form(hash((traits, geometry)), strip_taps(module), is_small, is_pointwise)
 
 
 def _version(tensor: Tensor) -> int:
@@ -198,12 +204,22 @@ class Waiting:
             x, g, parts = calls[0].x, calls[0].g, len(calls)
             if parts > 1:
                 x, g = torch.cat([call.x for call in calls]), torch.cat([call.g for call in calls])
+            if parts == 1 and self._forms[layer.name].is_pointwise:
+                return self._pointwise(calls[0])
             (rows,) = rows_of(layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, whole=True)
             gradients = gradient_sum(layer, layer.spec.factor("G"), rows, weight, tape.settings, parts=parts)
-            source = (calls[0].number, layer.kind, layer.spec.factor("A"), layer.has_bias, calls[0].alike[1])
-            if parts == 1 and source == self._source:
-                return self._inputs.clone(), gradients
-            inputs, _ = input_sum(layer, rows, None, tape.settings, parts=parts)
-            if parts == 1 and calls[0].number >= 0:
-                self._source, self._inputs = source, inputs
-            return inputs, gradients
+            return input_sum(layer, rows, None, tape.settings, parts=parts)[0], gradients
+
+    def _pointwise(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the sums for A and for G of a layer whose rows are its input's as they are."""
+        layer, x, g = call.layer, call.x, call.g
+        if layer.kind == "conv":
+            x, g = x.movedim(1, -1), g.movedim(1, -1)
+        gradients = gram_of_rows(g.reshape(-1, g.shape[-1]), ones=False, dtype=layer.dtype, scale=call.alike[-1])
+        source = (call.number, layer.kind, layer.has_bias, call.alike[1])
+        if source == self._source:
+            return self._inputs.clone(), gradients
+        inputs = gram_of_rows(x.reshape(-1, x.shape[-1]), ones=layer.has_bias, dtype=layer.dtype)
+        if call.number >= 0:
+            self._source, self._inputs = source, inputs
+        return inputs, gradients

@@ -156,10 +156,13 @@ def test_layers_with_the_same_input_share_its_products(change, monkeypatch):
     torch.manual_seed(0)
     model = Attention(change).double()
     x, y = torch.randn(6, 3, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    products, real = [], waiting.input_sum
-    monkeypatch.setattr(
-        waiting, "input_sum", lambda layer, *a, **k: (products.append(layer.name), real(layer, *a, **k))[1]
-    )
+    products, real = [], waiting.gram_of_rows
+
+    def counted(rows, **options):
+        products.append(rows.shape[1] + options["ones"])
+        return real(rows, **options)
+
+    monkeypatch.setattr(waiting, "gram_of_rows", counted)
     with dkfac.KFAC(model, announce=False, factor_decay=0.5) as kfac:
         for _ in range(2):  # twice: sums must not be shared with what is done to them
             products.clear()
@@ -172,5 +175,6 @@ def test_layers_with_the_same_input_share_its_products(change, monkeypatch):
             a = torch.cat([a, a.new_ones(len(a), 1)], 1) if name != "v" else a
             expected = a.mT @ a / len(a)
             torch.testing.assert_close(kfac.factors()[name]["A"], expected, rtol=1e-12, atol=1e-12)
-    assert len(set(products) & {"q", "k"}) == (2 if change else 1)
-    assert {"v", "head"} <= set(products)
+    inputs = {"q and k": 5, "v": 4}  # features, with the one for the bias; gradients have 5 and 2
+    assert products.count(inputs["v"]) == 1
+    assert products.count(inputs["q and k"]) - 3 == (2 if change else 1)

@@ -35,6 +35,8 @@ def gram(
     """
     blocks, width = rows_NSBD.shape[2:]
     features = width if features is None else features
+    if parts == blocks == 1 and weight is None and features == width:
+        return gram_of_rows(rows_NSBD.reshape(-1, width), ones=ones, dtype=dtype, scale=scale)
     if weight is not None:
         rows_NSBD = rows_NSBD * weight[:, :, None, None].to(rows_NSBD.dtype)
     apart = rows_NSBD.reshape(parts, -1, *rows_NSBD.shape[1:])
@@ -50,6 +52,28 @@ def gram(
     full[:, :-1, -1] = total
     full[:, -1, :-1] = total
     full[:, -1, -1] = scale * (rows.shape[1] if weight is None else weight.sum())
+    return full
+
+
+def gram_of_rows(rows_RD: Tensor, *, ones: bool, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Return ``gram`` of plain rows, ``[1, D, D]``, with as little work for the host as there can be."""
+    width = rows_RD.shape[1]
+    if not adds_in_float32(rows_RD, dtype):
+        rows_RD = rows_RD.to(dtype)
+    if width % ALIGNED and rows_RD.dtype != dtype:
+        inner = product(rows_RD[None], rows_RD[None], dtype)[0].contiguous()
+    else:
+        inner = _one_product(rows_RD, rows_RD, dtype, same=True)
+    if scale != 1.0:
+        inner.mul_(scale)
+    if not ones:
+        return inner.unsqueeze(0)
+    full = inner.new_empty(1, width + 1, width + 1)
+    full[0, :-1, :-1] = inner
+    total = _column_sums(rows_RD.unsqueeze(0), dtype)[0] * scale
+    full[0, :-1, -1] = total
+    full[0, -1, :-1] = total
+    full[0, -1, -1] = scale * len(rows_RD)
     return full
 
 
