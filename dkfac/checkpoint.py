@@ -64,6 +64,9 @@ def _save_layer(state: LayerState, layer: Layer, holding: Holding, decomposition
             f.key: _save_average(state.running.get(f.key), f.shape, blank) for f in factors if f.key in holding.running
         }
     }
+    if holding.adam:
+        saved["momentum"] = _save_average(state.momentum, layer.spec.grad_shape, blank)
+        saved["moments"] = _save_average(state.moments, layer.spec.grad_shape, blank)
     if not decompositions:
         return saved
     saved["decompositions"] = {
@@ -153,6 +156,11 @@ def _load_layer(saved: Any, layer: Layer, holding: Holding) -> LayerState:
         _same_shape(layer, key, value.value, known[key].shape)
         if key in holding.running:
             state.running[key] = value
+    for name in ("momentum", "moments"):
+        if name in saved and (holding.adam or (holding.moments and name == "moments")):
+            average = _average(saved[name], layer)
+            _same_shape(layer, name, average.value, layer.spec.grad_shape)
+            setattr(state, name, average)
     if "decomposed_at" not in saved:
         return state
     for key, entry in decompositions.items():
@@ -166,10 +174,6 @@ def _load_layer(saved: Any, layer: Layer, holding: Holding) -> LayerState:
     state.decomposed_at = int(saved["decomposed_at"])
     state.decomposed = set(filter(None, saved["decomposed"].split(",")))
     state.failures = {key: int(n) for key, n in saved["failures"].items()}
-    if "moments" in saved and holding.moments:
-        moments = _average(saved["moments"], layer)
-        _same_shape(layer, "moments", moments.value, layer.spec.grad_shape)
-        state.moments = moments
     return state
 
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from dkfac import checkpoint, owned, report
+from dkfac import adam, checkpoint, owned, report
 from dkfac.attach import (
     check_arguments,
     check_layers,
@@ -73,6 +73,8 @@ class KFAC:
         self.layers, self.left = find_layers(self._model, self.settings, trained)
         self._by_name = {layer.name: layer for layer in self.layers}
         check_layers(self.layers, self.left, _ATTACHED)
+        if self.settings.curvature == "adam-eigen":
+            adam.check(optimizer, self.layers)
         self._tape = Tape(self.layers, self.settings, grad_scaler)
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
@@ -85,11 +87,14 @@ class KFAC:
         if exchange is not None:
             self._probe.before_forward = self._before_forward
         self._closed = self._stepped = False
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            if self.plan.share == "weights" and self.plan.world_size > 1:
+            is_owned = self.plan.share == "weights" and self.plan.world_size > 1
+            if is_owned or self._runner.is_adam:
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            if is_owned:
                 self._handles.append(optimizer.register_state_dict_pre_hook(report.warn_of_partial_optimizer))
         _ATTACHED.update({layer.module: ref(self) for layer in self.layers})
         self._plan_next()
@@ -275,8 +280,18 @@ class KFAC:
             return (args[0], preconditioned, *args[2:]), kwargs
         return args, {**kwargs, "closure": preconditioned}
 
+    def _hide_stepped(self) -> None:
+        """Take the gradients away whose step has been taken: the optimizer leaves such parameters alone."""
+        for p in self._runner.stepped:
+            self._hidden.append((p, p.grad))
+            p.grad = None
+        self._runner.stepped.clear()
+
     def _after_step(self, *_: Any) -> None:
-        """The optimizer's post-hook where layers are stepped by their owners alone."""
+        """The optimizer's post-hook: give gradients back, and share what is stepped by its owner alone."""
+        for p, grad in self._hidden:
+            p.grad = grad
+        self._hidden.clear()
         if self._stepped:
             self._stepped = False
             self._runner.share_weights()
@@ -296,6 +311,7 @@ class KFAC:
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             self._runner.take_step(self._optimizer, self._parameters(), self._rates(lr))
         self._stepped = True
+        self._hide_stepped()
         self._plan_next()
 
     def _plan_next(self) -> None:

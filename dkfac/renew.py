@@ -210,7 +210,7 @@ def _repair(runner: Runner, layer: Layer, key: str) -> None:
 
 def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings) -> bool:
     """Whether a stack's decompositions can be improved in place: all are there and of the solver's own form."""
-    if settings.solver == "eigen" or settings.curvature == "ekfac":
+    if settings.solver == "eigen" or settings.curvature != "kfac":
         return False
     if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
         return False

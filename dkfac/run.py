@@ -55,6 +55,8 @@ class Runner:
         self._renewal = renew.Renewal()
         self.graph, self.statistics = StepGraph(), StatisticsGraph()
         self._refreshed_at = -1
+        self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
+        """Whether layers take their steps here, and the parameters that took one."""
         self._stack()
         self.step = 0
         self.measuring = self.decomposing = True
@@ -91,7 +93,8 @@ class Runner:
 
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
-        return self.plan.holding(name, self.rank)
+        adam = self.is_adam and self.rank in self.placements[name].preconditioned_by
+        return replace(self.plan.holding(name, self.rank), adam=adam)
 
     def steps(self, name: str) -> bool:
         """Whether this rank's optimizer steps a layer."""

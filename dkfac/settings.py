@@ -13,9 +13,9 @@ Scheduled = float | Callable[[int], float]
 """A number, or a function from the step (counted from 0) to a number."""
 
 DampingMode = Literal["absolute", "relative"]
-Rescale = Literal["norm", "norm-global", "kl-clip", "none"]
+Rescale = Literal["auto", "norm", "norm-global", "kl-clip", "none"]
 Solver = Literal["eigen", "cholesky", "warm-eigen"]
-Curvature = Literal["kfac", "ekfac"]
+Curvature = Literal["kfac", "ekfac", "adam-eigen"]
 Fisher = Literal["empirical", "exact"]
 WeightSharing = Literal["expand", "reduce"]
 LossTerms = Literal["batch", "token"]
@@ -56,8 +56,9 @@ class Settings:
     """``(every, until)``: decompose every so many steps before step ``until``, and measure factors in the same
     proportion as later (default: each step until step 100). None: one rhythm from the start."""
 
-    rescale: Rescale = "norm-global"
-    """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is."""
+    rescale: Rescale = "auto"
+    """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is.
+    ``"auto"``: over all layers; with ``"adam-eigen"`` as it is."""
 
     kl_clip: Scheduled = 1e-3
     """Bound on the predicted change of the output distribution; used by ``rescale="kl-clip"`` alone."""
@@ -66,7 +67,8 @@ class Settings:
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved."""
 
     curvature: Curvature = "kfac"
-    """``"ekfac"``: eigenvalues replaced by second moments of the gradient in the eigenbasis."""
+    """``"ekfac"``: eigenvalues replaced by second moments of the gradient in the eigenbasis. ``"adam-eigen"``: the step
+    of the optimizer, Adam or AdamW, taken in the eigenbasis."""
 
     fisher: Fisher = "empirical"
     """``"exact"``: Gauss-Newton, one extra backward per model output on factor steps; needs ``exact_loss``."""
@@ -199,16 +201,25 @@ class Settings:
                 'fisher="exact" needs exact_loss="cross-entropy" or "mse": the Hessian of the loss with '
                 "respect to the model's output cannot be read off a backward pass"
             )
-        if self.cuda_graph and (self.rescale == "kl-clip" or self.curvature == "ekfac"):
+        self._check_adam()
+        if self.cuda_graph and (self.rescale == "kl-clip" or self.curvature != "kfac"):
             raise ValueError(
-                'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac": what the '
-                "others use is not the same from step to step"
+                'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac", not with '
+                f"{self.rescale!r} and {self.curvature!r}: what the others use is not the same from step to step"
             )
-        if self.curvature == "ekfac" and self.solver == "cholesky":
+        if self.curvature != "kfac" and self.solver == "cholesky":
             raise ValueError(
-                'curvature="ekfac" lives in eigenbases, which solver="cholesky" does not compute; '
-                'use solver="eigen" or "warm-eigen"'
+                f'curvature="{self.curvature}" lives in eigenbases, which solver="cholesky" does not compute; '
+                f'use solver="eigen" or "warm-eigen"'
             )
+
+    def _check_adam(self) -> None:
+        is_adam = self.curvature == "adam-eigen"
+        if self.rescale == "auto":
+            object.__setattr__(self, "rescale", "none" if is_adam else "norm-global")
+        elif is_adam and self.rescale != "none":
+            what = 'curvature="adam-eigen": the length of the step is Adam\'s'
+            raise ValueError(f"rescale={self.rescale!r} with {what}; leave rescale out")
 
     def _check_rhythm(self) -> None:
         if self.inverse_interval % self.factor_interval:

@@ -46,6 +46,9 @@ class LayerState:
     means: dict[str, Tensor] = field(default_factory=dict)
     """Mean eigenvalue per block of each factor when it was decomposed, ``[B]``."""
     moments: Average | None = None
+    """In the eigenbasis: of EKFAC, or Adam's second."""
+    momentum: Average | None = None
+    """Adam's first moment, in the basis of the weights."""
     decomposed_at: int = -1
     decomposed: set[str] = field(default_factory=set)
     """Factors that have a decomposition, here or on another rank."""
@@ -58,7 +61,7 @@ class LayerState:
         return bases if len(bases) == self.num_factors else None
 
     def tensors(self) -> list[Tensor]:
-        averages = [*self.running.values(), *([] if self.moments is None else [self.moments])]
+        averages = [*self.running.values(), *filter(None, (self.moments, self.momentum))]
         held = [t for average in averages for t in (average.value, average.weight)]
         held += [t for d in self.decompositions.values() for t in d.tensors().values()]
         return held + list(self.means.values())
@@ -68,7 +71,7 @@ class LayerState:
         first = self.first_tensor()
         if first is None or (first.device == weight.device and first.dtype == dtype):
             return False
-        for average in [*self.running.values(), *([] if self.moments is None else [self.moments])]:
+        for average in [*self.running.values(), *filter(None, (self.moments, self.momentum))]:
             average.value, average.weight = (
                 average.value.to(weight.device, dtype),
                 average.weight.to(weight.device, dtype),
@@ -117,10 +120,10 @@ def bias_is_silent(layer: Layer, key: str) -> bool:
 
 def rotate_moments(moments: Tensor, old: dict[str, Eigen], new: dict[str, Eigen]) -> Tensor:
     """Return EKFAC's moments in a new basis, taking the old one to have been diagonal: squared rotations."""
-    for key, left in (("G", True), ("A", False)):
+    for key in old:
         before, after = old[key].vectors, new[key].vectors
-        assert before is not None
-        assert after is not None
+        if before is None or after is None:  # of a diagonal factor, whose basis is always the same
+            continue
         squares = (after.mT @ before).square()
-        moments = squares @ moments if left else moments @ squares.mT
+        moments = moments @ squares.mT if key == "A" else squares @ moments
     return moments

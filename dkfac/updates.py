@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dkfac import shares, stages
+from dkfac import adam, shares, stages
 from dkfac.exchange import Exchange
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.fused import finish_
@@ -45,8 +45,9 @@ def precondition(
     }
     mine = {name for name in ready if runner.rank in runner.placements[name].preconditioned_by}
     loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
+    rules = adam.rules(optimizer) if runner.is_adam else {}
     with tf32(runner.settings.tf32, device):
-        chunks = _directions(runner, mine)
+        chunks = _directions(runner, mine, rules, good, loss_scale)
     order = [layer for chunk in chunks for layer in chunk.stack.layers]
     after = torch.cat([chunk.norms.to(device) for chunk in chunks] or [torch.zeros(0, device=device)])
     sane = torch.isfinite(after)
@@ -59,7 +60,10 @@ def precondition(
         values = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
         lengths.products = stages.kl_products(order, [values[la.name] for la in order], rates, loss_scale, device)
     lengths.scale(norms, loss_scale, ready)
-    _write(runner, chunks, others, lengths, good)
+    if runner.is_adam:
+        _step(runner, chunks, others, lengths, good, rules)
+    else:
+        _write(runner, chunks, others, lengths, good)
     if runner.exchange is not None and runner.plan.share == "weights":
         for layer in runner.layers:
             if runner.rank not in runner.placements[layer.name].preconditioned_by:
@@ -68,9 +72,23 @@ def precondition(
     return {id(p) for layer in order for p in layer.parameters()}
 
 
-def _directions(runner: Runner, mine: set[str]) -> list[Chunk]:
-    """Return the preconditioned gradients of the layers that are this rank's, those of one shape together."""
+def _directions(
+    runner: Runner, mine: set[str], rules: dict[int, adam.Rule], good: Tensor, loss_scale: Any
+) -> list[Chunk]:
+    """Return the preconditioned gradients of the layers that are this rank's, those of one shape together.
+
+    ``rules``: of Adam, whose moments absorb the gradients if ``good``; empty if not it but the curvature divides.
+    """
     chunks = []
+
+    def one(stack: Stack, raw: Tensor) -> Tensor:
+        layer, grad = stack.layers[0], raw.mT if stack.transposed else raw
+        if rules:
+            grad = adam.direction(layer, runner.states[layer.name], grad, rules, good, loss_scale)
+        else:
+            grad = stages.direction(layer, runner, grad)
+        return grad.mT.contiguous() if stack.transposed else grad
+
     for stack in runner.stacks:
         layers = [layer for layer in stack.layers if layer.name in mine]
         whole = len(layers) == len(stack) and runner.settings.curvature == "kfac"
@@ -82,13 +100,8 @@ def _directions(runner: Runner, mine: set[str]) -> list[Chunk]:
             continue
         for layer in layers:
             alone = Stack([layer], pad=False)
-            chunks.append(_direction(runner, alone, lambda raw, s=alone: _one_direction(s, runner, raw)))
+            chunks.append(_direction(runner, alone, lambda raw, s=alone: one(s, raw)))
     return chunks
-
-
-def _one_direction(stack: Stack, runner: Runner, raw: Tensor) -> Tensor:
-    grad = stages.direction(stack.layers[0], runner, raw.mT if stack.transposed else raw)
-    return grad.mT.contiguous() if stack.transposed else grad
 
 
 def _direction(runner: Runner, stack: Stack, solve: Any) -> Chunk:
@@ -100,9 +113,9 @@ def _direction(runner: Runner, stack: Stack, solve: Any) -> Chunk:
             raise
         runner.tape.error, update = runner.tape.error or error, raw.clone()  # told in the next header
     norms = stack.norms(update)
-    if runner.exchange is not None:  # a bad one goes out as the raw gradient
+    if runner.exchange is not None:  # a bad one goes out as the raw gradient, or as no step at all
         sane = torch.isfinite(norms).repeat_interleave(stack.blocks)[:, None, None]
-        update = torch.where(sane, update, raw)
+        update = torch.where(sane, update, torch.zeros_like(raw) if runner.is_adam else raw)
     return Chunk(stack, raw, update, norms)
 
 
@@ -177,6 +190,17 @@ class _Lengths:
         told = self.runner.exchange.sum_vector("norms", table.reshape(-1)).view(3, -1).to(self.dtype)
         after, flags, terms = torch.stack([told[:, index[layer.name]] for layer in layers], dim=1)
         return after, flags == 0, terms
+
+
+def _step(
+    runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], lengths: _Lengths, good: Tensor,
+    rules: dict[int, adam.Rule],
+) -> None:  # fmt: skip
+    """Take Adam's steps; the gradients stay as they are."""
+    updates = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
+    for name, update in updates.items():
+        sane = good & lengths.sane[lengths.place[name]].to(good.device)
+        runner.stepped += adam.step(runner.by_name[name], update, rules, sane)
 
 
 def _write(runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], lengths: _Lengths, good: Tensor) -> None:

@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "renew": {"layers", "ops", "replay", "run", "settings", "stacks", "stages", "state"},
     "replay": set(),
     "graph": {"ops", "replay", "run", "stacks", "stages", "waiting", "window"},
-    "updates": {"exchange", "layers", "ops", "run", "shares", "stacks", "stages"},
+    "adam": {"layers", "ops", "state"},
+    "updates": {"adam", "exchange", "layers", "ops", "run", "shares", "stacks", "stages"},
     "exchange": {"comm", "ops", "plan"},
     "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "settings", "stages"},
     "run": {

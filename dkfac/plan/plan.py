@@ -35,6 +35,8 @@ class Holding:
     running: frozenset[str]
     decompositions: frozenset[str]
     moments: bool
+    adam: bool = False
+    """Whether it takes Adam's steps of the layer in the eigenbasis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,699 @@
+"""curvature="adam-eigen": Adam in the eigenbasis of A and G is the whole update of the layers that K-FAC has."""
+
+import copy
+import functools
+import io
+import itertools
+import math
+
+import pytest
+import reference as ref
+import torch
+from helpers_exact import square_loss
+from helpers_parity import EXACT, average_in_one, build, distinct, mean_loss, part, weights_of
+from helpers_parity import batch as global_batch
+from helpers_ranks import on_threads
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, NAdam
+from torch.optim.lr_scheduler import StepLR
+
+from dkfac import KFAC
+from dkfac.ops import decompose
+from dkfac.plan.strategies import FULL_STATISTICS
+
+OPTIONS = {"announce": False, "curvature": "adam-eigen", "solver": "eigen", "warmup_refresh": None}
+RHYTHM = {"factor_interval": 2, "inverse_interval": 4, "factor_decay": 0.9}
+EVERY_STEP = {"factor_interval": 1, "inverse_interval": 1}
+STEPS, LAYERS = 20, ["embed", "conv", "grouped", "norm", "wide", "head"]
+CASES = {
+    "AdamW": (AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "Adam": (Adam, {"lr": 2e-2, "betas": (0.8, 0.95), "eps": 1e-6}),
+    "Adam, L2": (Adam, {"lr": 5e-3, "betas": (0.5, 0.9), "eps": 1e-5, "weight_decay": 0.2}),
+    "AdamW, maximize": (AdamW, {"lr": 3e-3, "betas": (0.95, 0.98), "weight_decay": 0.3, "maximize": True}),
+    "Adam, L2, maximize": (Adam, {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.2, "maximize": True}),
+}
+
+
+class Net(nn.Module):
+    """A layer of each kind, nonlinear between them so that factors have full rank, and a parameter of no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.place = nn.Parameter(torch.randn(4, 4))
+        self.conv = nn.Conv1d(4, 4, 2)
+        self.grouped = nn.Conv1d(4, 6, 2, groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.wide = nn.Linear(6, 4, bias=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, index):
+        x = torch.tanh(self.conv(torch.tanh(self.embed(index) + self.place).mT))
+        x = torch.tanh(self.norm(torch.tanh(self.grouped(x)).mT))
+        return self.head(torch.tanh(self.wide(x)).flatten(1))
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        for p in model.norm.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model.to(dtype)
+
+
+def batch(step, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(0, 6, (48, 4), generator=generator)
+    return x, torch.randn(48, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def backward(model, step, bad=1.0):
+    """Leave the gradients of a step's loss, a mean over examples."""
+    x, y = batch(step, model.head.weight.dtype)
+    model.zero_grad()
+    loss = square_loss(model(x), y) / len(x)
+    (loss * bad).backward()
+    return loss
+
+
+def train(model, optimizer, start, stop):
+    for step in range(start, stop):
+        backward(model, step)
+        optimizer.step()
+
+
+def start(case="AdamW", dtype=torch.float64, parameters=None, **options):
+    """Return a model, its optimizer and K-FAC; ``parameters``: from the model to the optimizer's groups."""
+    model, (kind, settings) = net(dtype), CASES[case]
+    optimizer = kind(parameters(model) if parameters else model.parameters(), **settings)
+    return model, optimizer, KFAC(model, optimizer, norm_form="unit", **(OPTIONS | RHYTHM | options))
+
+
+def kfacs_parameters(model):
+    return [p for name in LAYERS for p in model.get_submodule(name).parameters()]
+
+
+def assert_weights(model, expected, tol):
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_equal(found, wanted, where="state"):
+    """Nested dictionaries with the same bits."""
+    assert type(found) is type(wanted), where
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for key in wanted:
+            assert_equal(found[key], wanted[key], f"{where}.{key}")
+    else:
+        assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted, where
+
+
+# The oracle
+
+
+def with_blocks(kfac):
+    """Return the running factors, ``[B, D, D]``; a diagonal as a matrix."""
+    result = {}
+    for layer in kfac.layers:
+        result[layer.name] = {}
+        for factor in layer.spec.factors:
+            value = kfac.factors()[layer.name][factor.key]
+            value = value.unsqueeze(0) if factor.num_blocks == 1 else value
+            result[layer.name][factor.key] = torch.diag_embed(value) if factor.form == "diagonal" else value.clone()
+    return result
+
+
+def eigenvectors(blocks):
+    """Return ``[B, D, D]``; of a diagonal the identity, whatever its order."""
+    if torch.equal(blocks, torch.diag_embed(blocks.diagonal(dim1=1, dim2=2))):
+        return torch.eye(blocks.shape[-1], dtype=blocks.dtype).expand_as(blocks)
+    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
+    assert (values.diff() / values[:, -1:]).min() > 1e-6, "the result would depend on the basis"
+    return vectors
+
+
+def rotate(v, old, new):
+    """Carry second moments from the bases ``old = (Q_G, Q_A)`` to ``new``."""
+    left, right = ((n.mT @ o).square() for n, o in zip(new, old, strict=True))
+    return left @ v @ right.mT
+
+
+class Oracle:
+    """Adam in the eigenbasis for ``LAYERS``, and the wrapped optimizer for what is in none, one layer at a time."""
+
+    def __init__(self, case, parameters=None):
+        self.model, (kind, settings) = net(), CASES[case]
+        self.optimizer = kind(parameters(self.model) if parameters else self.model.parameters(), **settings)
+        self.decoupled = kind is AdamW
+        self.m, self.v, self.bases = {}, {}, {}
+
+    def settings(self, p):
+        return next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
+
+    def refresh(self, factors):
+        for name, found in factors.items():
+            keys = ["F"] if "F" in found else ["G", "A"]
+            new = [eigenvectors(found[key]) for key in keys]
+            if "F" in found:  # the gradient is [C, 2, 1]
+                new.append(torch.ones_like(new[0][:, :1, :1]))
+            if name in self.bases:
+                value, weight = self.v[name]
+                self.v[name] = rotate(value, self.bases[name], new), weight
+            self.bases[name] = new
+
+    @torch.no_grad()
+    def step(self, factors=None):
+        """``factors``: the running ones, where a refresh is due."""
+        self.refresh(factors or {})
+        for name in LAYERS:
+            module = self.model.get_submodule(name)
+            group = self.settings(module.weight)
+            for p in module.parameters():
+                if group["maximize"]:
+                    p.grad.neg_()
+                if not self.decoupled:
+                    p.grad += self.settings(p)["weight_decay"] * p
+            g = ref.gradient_blocks(module)
+            if name == "norm":  # [gammas, betas] -> [C, 2, 1]
+                g = g.reshape(2, -1).T.unsqueeze(2)
+            left, right = self.bases[name]
+            self.m[name] = ref._running(self.m.get(name), g, group["betas"][0])
+            self.v[name] = ref._running(self.v.get(name), (left.mT @ g @ right).square(), group["betas"][1])
+            m, v = (value / weight for value, weight in (self.m[name], self.v[name]))
+            u = left @ ((left.mT @ m @ right) / (v.sqrt() + group["eps"])) @ right.mT
+            ref.set_gradient_blocks(module, u.squeeze(2).T.reshape(-1) if name == "norm" else u)
+            for p in module.parameters():
+                own = self.settings(p)
+                decay = own["weight_decay"] * p if self.decoupled else 0
+                p -= own["lr"] * (decay + p.grad)
+                p.grad = None
+        self.optimizer.step()
+
+
+def assert_equals_the_oracle(case, parameters=None):
+    """Train 20 steps with 5 refreshes."""
+    oracle = Oracle(case, parameters)
+    model, optimizer, kfac = start(case, parameters=parameters)
+    assert [layer.name for layer in kfac.layers] == LAYERS
+    schedulers = [StepLR(o, 3, gamma=0.7) for o in (optimizer, oracle.optimizer)]
+    for step in range(STEPS):
+        backward(model, step)
+        optimizer.step()
+        backward(oracle.model, step)
+        oracle.step(with_blocks(kfac) if step % 4 == 0 else None)
+        assert_weights(model, oracle.model, 1e-9)
+        for scheduler in schedulers:
+            scheduler.step()
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_steps_with_refreshes_in_between_are_those_written_out(case):
+    model = assert_equals_the_oracle(case)
+    plain, (kind, settings) = net(), CASES[case]
+    train(plain, kind(plain.parameters(), **settings), 0, STEPS)
+    for name in LAYERS:  # the bases do matter
+        p, q = (m.get_submodule(name).weight for m in (model, plain))
+        assert (p - q).norm() > 1e-3 * q.norm(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_oracle_without_a_rotation_is_torchs_own(case):
+    oracle, twin, (kind, settings) = Oracle(case), net(), CASES[case]
+    optimizer = kind(twin.parameters(), **settings)
+    blocks = {"embed": [1, 4, 6], "conv": [1, 4, 9], "grouped": [2, 3, 5], "wide": [1, 4, 6], "head": [1, 3, 9]}
+    unit = {name: {"G": torch.ones(b, o, o), "A": torch.ones(b, i, i)} for name, (b, o, i) in blocks.items()}
+    unit["norm"] = {"F": torch.ones(6, 2, 2)}
+    unit = {name: {k: torch.eye(t.shape[1]).double() * t for k, t in found.items()} for name, found in unit.items()}
+    for step in range(STEPS):
+        backward(oracle.model, step)
+        oracle.step(unit if step % 4 == 0 else None)
+        train(twin, optimizer, step, step + 1)
+        assert_weights(oracle.model, twin, 1e-12)
+
+
+def test_the_oracles_rotation_there_and_back_by_permutations_restores_the_moments():
+    v, eye = torch.rand(2, 3, 4, dtype=torch.float64), [torch.eye(n).double().repeat(2, 1, 1) for n in (3, 4)]
+    there = [e[:, :, order] for e, order in zip(eye, ([2, 0, 1], [1, 3, 0, 2]), strict=True)]
+    assert torch.equal(rotate(v, eye, there), v[:, [2, 0, 1]][:, :, [1, 3, 0, 2]])
+    assert torch.equal(rotate(rotate(v, eye, there), there, eye), v)
+
+
+# Where the bases are the identity
+
+
+@pytest.fixture
+def identity_bases(monkeypatch):
+    real = decompose.eigen
+
+    def eigen(factor):
+        if factor.ndim == 2:
+            return real(factor)
+        eye = torch.eye(factor.shape[-1], dtype=factor.dtype).expand_as(factor).clone()
+        return decompose.Eigen(eye, factor.diagonal(dim1=1, dim2=2).clone())
+
+    monkeypatch.setattr(decompose, "eigen", eigen)
+
+
+def assert_equals_torch(kind, settings, steps=STEPS):
+    model, twin = net(), net()
+    optimizer, twins = kind(model.parameters(), **settings), kind(twin.parameters(), **copy.deepcopy(settings))
+    KFAC(model, optimizer, norm_form="unit", **(OPTIONS | RHYTHM))
+    schedulers = [StepLR(o, 3, gamma=0.7) for o in (optimizer, twins)]
+    for step in range(steps):
+        train(model, optimizer, step, step + 1)
+        train(twin, twins, step, step + 1)
+        assert_weights(model, twin, 1e-10)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert list(optimizer.state) == [model.place]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_the_basis_of_the_weights_it_is_torchs_own(case, identity_bases):
+    assert_equals_torch(*CASES[case])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"foreach": True}, {"fused": True}, {"foreach": False}, {"lr": torch.tensor(0.01, dtype=torch.float64)}],
+    ids=["foreach", "fused", "for loop", "lr as a tensor"],
+)
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_every_implementation_and_a_rate_as_a_tensor_step_the_same(kind, options, identity_bases):
+    """torch itself refuses a rate as a tensor together with foreach."""
+    assert_equals_torch(kind, {"lr": 0.01, "weight_decay": 0.1, **options}, steps=9)
+
+
+def test_decoupled_weight_decay_of_adam_is_that_of_adamw(identity_bases):
+    assert_equals_torch(Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}, steps=5)
+
+
+# Where there is no basis
+
+
+def failing(_factor):
+    raise decompose.LinAlgError("failed to converge")
+
+
+def test_layers_that_fall_back_to_inverses_are_torchs_own(monkeypatch):
+    monkeypatch.setattr(decompose, "eigen", failing)
+    assert_equals_torch(*CASES["AdamW"], steps=9)
+
+
+def test_after_a_fallback_second_moments_start_anew_in_the_basis_of_the_weights_and_momentum_goes_on(monkeypatch):
+    oracle, (model, optimizer, kfac) = Oracle("AdamW"), start()
+    for step in range(8):
+        if step == 4:
+            monkeypatch.setattr(decompose, "eigen", failing)
+        train(model, optimizer, step, step + 1)
+        backward(oracle.model, step)
+        if step == 4:
+            oracle.v.clear()
+            oracle.bases = {n: [torch.eye(q.shape[-1]).to(q) for q in pair] for n, pair in oracle.bases.items()}
+        oracle.step(with_blocks(kfac) if step == 0 else None)
+        assert_weights(model, oracle.model, 1e-9)
+
+
+# Groups
+
+
+def apart(model):
+    """Weights and biases in groups of their own, as for weight decay, the bias with another rate."""
+    is_bias = {name: name.endswith("bias") for name, _ in model.named_parameters()}
+    weights = [p for name, p in model.named_parameters() if not is_bias[name]]
+    biases = [p for name, p in model.named_parameters() if is_bias[name]]
+    return [{"params": biases, "lr": 4e-3, "weight_decay": 0.0}, {"params": weights, "lr": 2e-2, "weight_decay": 0.3}]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weight_and_bias_each_have_their_own_rate_and_decay(case):
+    assert_equals_the_oracle(case, apart)
+
+
+def test_layers_in_different_groups_each_have_their_own_betas():
+    def by_layer(model):
+        first = [*model.embed.parameters(), *model.conv.parameters(), *model.norm.parameters()]
+        rest = [p for p in model.parameters() if not any(p is q for q in first)]
+        return [{"params": first, "betas": (0.7, 0.9), "eps": 1e-5}, {"params": rest, "betas": (0.95, 0.99)}]
+
+    assert_equals_the_oracle("AdamW", by_layer)
+
+
+def test_different_betas_within_a_layer_are_refused_by_name():
+    def mixed(model):
+        rest = [p for p in model.parameters() if p is not model.conv.bias]
+        return [{"params": rest, "betas": (0.9, 0.95)}, {"params": [model.conv.bias], "betas": (0.85, 0.95)}]
+
+    with pytest.raises(ValueError, match="betas") as refused:
+        start(parameters=mixed)
+    assert all(word in str(refused.value) for word in ("'conv'", "0.9", "0.85"))
+
+
+# What the optimizer and the user see
+
+
+@pytest.mark.parametrize("case", ["AdamW", "Adam, L2, maximize"])
+def test_the_optimizer_keeps_no_state_of_these_layers_and_their_gradients_are_there_again(case):
+    model, optimizer, _ = start(case)
+    for step in range(6):
+        backward(model, step)
+        raw = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        for p, grad in zip(model.parameters(), raw, strict=True):
+            assert torch.equal(p.grad, grad)
+        assert not any(p in optimizer.state for p in kfacs_parameters(model))
+        assert float(optimizer.state[model.place]["step"]) == step + 1
+
+
+def test_the_optimizers_own_state_is_saved_and_loaded_as_ever():
+    model, optimizer, _ = start()
+    train(model, optimizer, 0, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    (place,) = saved["state"].values()
+    assert place["exp_avg"].shape == model.place.shape
+    train(model, optimizer, 3, 6)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[model.place]["exp_avg"], place["exp_avg"])
+    train(model, optimizer, 6, 8)
+    assert not any(p in optimizer.state for p in kfacs_parameters(model))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_takes_the_steps_of_the_ordinary_loop(fused):
+    model, twin = net(), net()
+    optimizers = [AdamW(m.parameters(), lr=0.01, fused=fused) for m in (model, twin)]
+    for m, o in zip((model, twin), optimizers, strict=True):
+        KFAC(m, o, **(OPTIONS | RHYTHM))
+    for step in range(6):
+        train(model, optimizers[0], step, step + 1)
+        optimizers[1].step(functools.partial(backward, twin, step))
+        assert_weights(twin, model, 0)
+        assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_a_layer_without_a_gradient_stays_as_it_is():
+    model, optimizer, kfac = start()
+    train(model, optimizer, 0, 5)
+    backward(model, 5)
+    model.wide.weight.grad = None
+    before, saved = model.wide.weight.clone(), kfac.state_dict()["layers"]["wide"]
+    other = model.head.weight.clone()
+    optimizer.step()
+    assert torch.equal(model.wide.weight, before)
+    assert model.wide.weight.grad is None
+    assert_equal(kfac.state_dict()["layers"]["wide"], saved)
+    assert not torch.equal(model.head.weight, other)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_micro_batches_give_the_weights_of_the_whole_batch(num):
+    model, optimizer, _ = start(accumulate="mean")
+    whole, optimizer_of_whole, _ = start()
+    for step in range(10):
+        optimizer.zero_grad()
+        for x, y in zip(*(t.chunk(num) for t in batch(step)), strict=True):
+            (square_loss(model(x), y) / len(x) / num).backward()
+        optimizer.step()
+        train(whole, optimizer_of_whole, step, step + 1)
+        assert_weights(model, whole, 1e-9)
+
+
+# Steps that are skipped
+
+
+def everything(model, kfac):
+    """All that a step changes in K-FAC's layers."""
+    return copy.deepcopy({"weights": dict(model.state_dict()), "kfac": kfac.state_dict()["layers"]})
+
+
+def without_place(model):
+    """The optimizer would take a step of zero gradient on a parameter that is its own."""
+    model.place.requires_grad_(False)
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("case", ["AdamW", "Adam, L2"])
+def test_a_step_that_is_not_finite_changes_nothing(case, where, bad):
+    model, optimizer, kfac = start(case, parameters=without_place)
+    for step in range(10):
+        if step in (3, 5, 6):  # the second step of a rhythm, the one after a refresh and one that measures
+            before = everything(model, kfac)
+            backward(model, step, bad if where == "loss" else 1.0)
+            model.conv.bias.grad[0] = bad
+            optimizer.step()
+            assert_equal(everything(model, kfac), before)
+        else:
+            before = weights_of(model)
+            train(model, optimizer, step, step + 1)
+            assert all(p.isfinite().all() for p in model.parameters())
+            assert not any(
+                torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True) if p is not model.place
+            )
+    assert kfac.metrics()["skipped_batches"] == 3
+
+
+def test_a_run_goes_on_as_if_a_bad_batch_had_not_been_there():
+    """Where each step refreshes, one more refresh changes nothing."""
+    model, optimizer, _ = start(parameters=without_place, **EVERY_STEP)
+    train(model, optimizer, 0, 3)
+    backward(model, 99, math.nan)
+    optimizer.step()
+    train(model, optimizer, 3, 6)
+    clean, its_optimizer, _ = start(parameters=without_place, **EVERY_STEP)
+    train(clean, its_optimizer, 0, 6)
+    assert_weights(model, clean, 1e-9)
+
+
+class Scaled:
+    """Training in single precision under a GradScaler."""
+
+    def __init__(self, scale=2.0**8, fused=False, **rhythm):
+        self.model = net(torch.float32)
+        self.optimizer = AdamW(without_place(self.model), lr=0.01, weight_decay=0.1, fused=fused)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        options = OPTIONS | {"norm_form": "unit", "grad_scaler": self.scaler} | rhythm
+        self.kfac = KFAC(self.model, self.optimizer, **options)
+
+    def step(self, step, overflows=False):
+        x, y = batch(step, torch.float32)
+        self.optimizer.zero_grad()
+        loss = square_loss(self.model(x), y) / len(x)
+        self.scaler.scale(loss * torch.inf if overflows else loss).backward()
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        assert (self.scaler.get_scale() < scale) is overflows
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_changes_nothing_and_leaves_no_trace(fused):
+    run, clean = Scaled(fused=fused, **EVERY_STEP), Scaled(fused=fused, **EVERY_STEP)
+    for step in range(8):
+        if step in (2, 4, 5):
+            before = weights_of(run.model)
+            run.step(99, overflows=True)
+            assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), before, strict=True))
+        run.step(step)
+        clean.step(step)
+    assert_weights(run.model, clean.model, 1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_between_refreshes_leaves_every_average_as_it_was(fused):
+    run = Scaled(fused=fused, **RHYTHM)
+    for step in range(7):
+        before, overflows = everything(run.model, run.kfac), step in (2, 3)
+        run.step(step, overflows)
+        if overflows:
+            assert_equal(everything(run.model, run.kfac), before)
+    assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_scale_does_not_reach_the_update(fused):
+    runs = [Scaled(scale, fused, **RHYTHM) for scale in (1.0, 2.0**12)]
+    for step, run in itertools.product(range(8), runs):
+        run.step(step)
+    assert_weights(*(run.model for run in runs), 1e-4)
+
+
+# Saving and loading
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", ["AdamW", "Adam, L2"])
+def test_resuming_at_any_step_is_bitwise_the_uninterrupted_run(case, dtype):
+    run, saved = start(case, dtype), {}
+    for step in range(10):
+        train(*run[:2], step, step + 1)
+        saved[step + 1] = through_file([dict(part.state_dict()) for part in run])
+    for at in range(1, 7):
+        again = start(case, dtype)
+        with torch.no_grad():
+            for p in again[0].parameters():
+                p.fill_(7.0)
+        for own, state in zip(again, copy.deepcopy(saved[at]), strict=True):
+            own.load_state_dict(state)
+        assert_equal(again[2].state_dict(), saved[at][2], f"loaded at {at}")
+        train(*again[:2], at, at + 4)
+        assert_equal(dict(again[0].state_dict()), saved[at + 4][0], f"resumed at {at}")
+        assert_equal(again[2].state_dict(), saved[at + 4][2], f"resumed at {at}")
+
+
+# Refusals
+
+
+def refused(optimizer, *words, **options):
+    model = net()
+    with pytest.raises((ValueError, TypeError)) as found:
+        KFAC(model, None if optimizer is None else optimizer(model.parameters()), **(OPTIONS | options))
+    assert all(word in str(found.value) for word in words), found.value
+
+
+def test_it_needs_an_optimizer():
+    refused(None, "adam-eigen", "optimizer")
+
+
+@pytest.mark.parametrize("kind", [SGD, NAdam])
+def test_other_optimizers_are_refused_by_name(kind):
+    refused(functools.partial(kind, lr=0.1), kind.__name__)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_amsgrad_is_refused(kind):
+    refused(functools.partial(kind, amsgrad=True), "amsgrad")
+
+
+def test_a_solver_without_eigenbases_is_refused():
+    refused(AdamW, "solver", "cholesky", solver="cholesky")
+
+
+@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip"])
+def test_a_length_other_than_adams_is_refused(rescale):
+    refused(AdamW, "rescale", rescale, rescale=rescale)
+
+
+def test_a_cuda_graph_is_refused():
+    refused(AdamW, "cuda_graph", "curvature", cuda_graph=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"rescale": "none"}])
+def test_the_length_is_adams_where_none_is_asked_for(given):
+    assert start(**given)[2].settings.rescale == "none"
+
+
+# Ranks
+
+ALONE = ("sharded", "layer-wise", "mem-opt")
+"""Strategies under which one rank steps a layer."""
+
+
+class Rank:
+    """A model, its optimizer and K-FAC on one rank, and steps on the rank's part of global batches."""
+
+    def __init__(self, rank, world_size, *, net="deep", kind=AdamW, **options):
+        self.rank, self.world_size, self.net = rank, world_size, net
+        self.model = build(net)
+        self.optimizer = kind(self.model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-6)
+        self.kfac = KFAC(self.model, self.optimizer, **(EXACT | OPTIONS | {"norm_form": "unit"} | options))
+
+    def train(self, start, stop):
+        for step in range(start, stop):
+            x, y = (part(t, self.rank, self.world_size) for t in global_batch(step, self.net))
+            self.optimizer.zero_grad()
+            mean_loss(self.model(x), y).backward()
+            if self.world_size > 1:
+                average_in_one(self.model)
+            raw = [p.grad.clone() for p in self.model.parameters()]
+            self.optimizer.step()
+            for p, grad in zip(self.model.parameters(), raw, strict=True):
+                # who does not own a layer whose weights are shared has no gradient of it, whatever the curvature
+                assert torch.equal(p.grad, grad) if p.grad is not None else self.kfac.plan.share == "weights"
+        assert not any(p in self.optimizer.state for layer in self.kfac.layers for p in layer.parameters())
+        return self
+
+
+def train_on_a_rank(rank, world_size, options):
+    return weights_of(Rank(rank, world_size, **options).train(0, 10).model)
+
+
+@functools.cache
+def one_process(options):
+    return train_on_a_rank(0, 1, dict(options))
+
+
+def assert_same_weights(ranks, expected):
+    for rank, weights in enumerate(ranks):
+        for p, q, first in zip(weights, expected, ranks[0], strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9, msg=lambda m, r=rank: f"rank {r}: {m}")
+            assert torch.equal(p, first), f"rank {rank} is not bitwise rank 0"
+
+
+def assert_parity(world_size, strategy, **options):
+    ranks = on_threads(world_size, train_on_a_rank, world_size, {"strategy": strategy, **options})
+    assert_same_weights(ranks, one_process(tuple((key, value) for key, value in options.items() if key != "share")))
+
+
+def covering():
+    for world_size in (2, 3, 4):
+        for group in distinct((*FULL_STATISTICS, "auto"), world_size, "deep"):
+            yield pytest.param(world_size, group[-1], id=f"{world_size}-{'='.join(group)}")
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), list(covering()))
+def test_ranks_train_like_one_process(world_size, strategy):
+    assert_parity(world_size, strategy)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy", [*ALONE, "auto"])
+def test_ranks_that_share_weights_train_like_one_process(strategy, world_size):
+    assert_parity(world_size, strategy, share="weights")
+
+
+@pytest.mark.parametrize("share", ["gradients", "weights"])
+@pytest.mark.parametrize(("name", "kind"), [("vision", AdamW), ("vision", Adam), ("language", AdamW)])
+def test_ranks_train_other_layers_like_one_process(name, kind, share):
+    strategy = "sharded" if share == "weights" else "hybrid-opt"
+    options = {"loss_terms": "token"} if name == "language" else {}
+    assert_parity(4, strategy, net=name, kind=kind, share=share, **options)
+
+
+def save_gathered(rank, world_size, options):
+    run = Rank(rank, world_size, **options).train(0, 6)
+    return run.model.state_dict(), run.kfac.state_dict(gather=True)
+
+
+def go_on(rank, world_size, saved, options):
+    run = Rank(rank, world_size, **options)
+    for own, state in zip((run.model, run.kfac), copy.deepcopy(saved), strict=True):
+        own.load_state_dict(state)
+    return weights_of(run.train(6, 10).model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"strategy": "sharded"}, {"strategy": "comm-opt"}),
+        ({"strategy": "hybrid-opt"}, {"strategy": "mem-opt", "share": "weights"}),
+        ({"strategy": "layer-wise", "share": "weights"}, {"strategy": "replicated"}),
+    ],
+    ids=["sharded", "hybrid-opt", "weights"],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_four_ranks_go_on_as_any_number_under_another_strategy(before, after, world_size):
+    saved = on_threads(4, save_gathered, 4, {"net": "vision", **before})[0]
+    found = on_threads(world_size, go_on, world_size, saved, {"net": "vision", **after})
+    assert_same_weights(found, one_process((("net", "vision"),)))
