@@ -18,7 +18,7 @@ from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.plan.plan import Holding
 from dkfac.plan.spec import FactorSpec
-from dkfac.state import Average, LayerState
+from dkfac.state import Average, LayerState, rotate_moments
 
 VERSION = 2
 DEVICE_COUNTERS = ("skipped_batches", "clipped_steps", "clip_factor", "grad_norm", "update_norm")
@@ -67,6 +67,8 @@ def _save_layer(state: LayerState, layer: Layer, holding: Holding, decomposition
     if holding.adam:
         saved["momentum"] = _save_average(state.momentum, layer.spec.grad_shape, blank)
         saved["moments"] = _save_average(state.moments, layer.spec.grad_shape, blank)
+        if state.moments is not None and not decompositions:  # without its basis, in that of the weights
+            saved["moments"]["value"] = rotate_moments(state.moments.value, state.basis(), None)
     if not decompositions:
         return saved
     saved["decompositions"] = {

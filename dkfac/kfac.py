@@ -178,7 +178,7 @@ class KFAC:
             decompositions=decompositions,
         )
         state["share"] = self.settings.share
-        if self.settings.share == "weights" and self._optimizer is not None:
+        if self.settings.share == "weights" and self._optimizer is not None and not runner.is_adam:
             for layer in self.layers:
                 if runner.rank in runner.placements[layer.name].preconditioned_by:
                     state["layers"][layer.name]["optimizer"] = owned.save(self._optimizer, layer)
@@ -196,7 +196,7 @@ class KFAC:
         loaded = checkpoint.load(state, self._by_name, runner.holds)
         self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
         runner.resume(loaded)
-        for layer in self.layers:
+        for layer in () if runner.is_adam else self.layers:
             saved = state["layers"][layer.name].get("optimizer")
             if not saved and state.get("share") == "weights" and runner.steps(layer.name):
                 report.warn_of_lost_optimizer(layer.name)

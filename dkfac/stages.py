@@ -141,10 +141,11 @@ def adopt(
     state.decomposed_at = step
     if state.moments is not None:
         new_basis = state.basis()
-        if old_basis is None or new_basis is None:
-            state.moments = None
-        else:
+        is_adams = state.momentum is not None  # which goes on in the basis of the weights where there is no other
+        if is_adams or (old_basis is not None and new_basis is not None):
             state.moments.value = rotate_moments(state.moments.value, old_basis, new_basis)
+        else:
+            state.moments = None
 
 
 def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:

@@ -118,12 +118,15 @@ def bias_is_silent(layer: Layer, key: str) -> bool:
     return key != "G" and layer.has_bias and not layer.bias_is_live
 
 
-def rotate_moments(moments: Tensor, old: dict[str, Eigen], new: dict[str, Eigen]) -> Tensor:
-    """Return EKFAC's moments in a new basis, taking the old one to have been diagonal: squared rotations."""
-    for key in old:
-        before, after = old[key].vectors, new[key].vectors
-        if before is None or after is None:  # of a diagonal factor, whose basis is always the same
-            continue
-        squares = (after.mT @ before).square()
-        moments = moments @ squares.mT if key == "A" else squares @ moments
+def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None) -> Tensor:
+    """Return second moments in a new basis, taking the old one to have been diagonal: squared rotations.
+
+    None: the basis of the weights, as that of diagonal factors is.
+    """
+    for key in {**(old or {}), **(new or {})}:
+        before, after = (None if bases is None else bases[key].vectors for bases in (old, new))
+        rotation = before if after is None else after.mT if before is None else after.mT @ before
+        if rotation is not None:
+            squares = rotation.square()
+            moments = moments @ squares.mT if key == "A" else squares @ moments
     return moments
