@@ -7,9 +7,10 @@ from dkfac.settings import Settings
 
 if _typing.TYPE_CHECKING:
     from dkfac import distributed
+    from dkfac.advice import suggest
     from dkfac.kfac import KFAC, detach
 
-__all__ = ["KFAC", "Settings", "__version__", "detach", "distributed"]
+__all__ = ["KFAC", "Settings", "__version__", "detach", "distributed", "suggest"]
 __version__ = "0.1.0"
 
 
@@ -21,4 +22,6 @@ def __getattr__(name: str) -> _typing.Any:
         return getattr(kfac, name)
     if name == "distributed":
         return _importlib.import_module("dkfac.distributed")
+    if name == "suggest":
+        return _importlib.import_module("dkfac.advice").suggest
     raise AttributeError(f"module 'dkfac' has no attribute {name!r}")

@@ -39,15 +39,16 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
         extra = f"{_size(max(sum(plan.memory_bytes(rank).values()) for rank in range(plan.world_size)))} per rank"
         where = f", strategy {plan.strategy} on {plan.world_size} ranks"
     damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
+    is_adam = settings.curvature == "adam-eigen"
+    how = f"damping {damping} {settings.damping_mode}, rescale {settings.rescale}, "
+    advice = "a larger lr and fewer steps pay: dkfac.suggest" if is_adam else "keep your lr and schedule"
     warmup = settings.warmup_refresh
     early = "" if warmup is None or warmup[0] >= settings.inverse_interval else f", denser before step {warmup[1]}"
     with_what = type(optimizer).__name__ if optimizer is not None else "your own steps"
     return (
         f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
-        f"({settings.curvature}, {settings.solver}, damping {damping} {settings.damping_mode}, factors every "
-        f"{settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}, "
-        f"rescale {settings.rescale}{where}); "
-        f"about {extra} extra memory; keep your lr and schedule"
+        f"({settings.curvature}, {settings.solver}, {'' if is_adam else how}factors every {settings.factor_interval}, "
+        f"inverses every {settings.inverse_interval} steps{early}{where}); about {extra} extra memory; {advice}"
     )
 
 
@@ -56,6 +57,8 @@ def state_bytes(layer: Layer, settings: Settings) -> int:
     elements = layer.spec.state_elements
     if settings.curvature == "ekfac" and not layer.is_norm and layer.kind != "embedding":
         elements += layer.spec.grad_elements
+    if settings.curvature == "adam-eigen":  # which the optimizer does not keep
+        elements += 2 * layer.spec.grad_elements
     return elements * layer.dtype.itemsize
 
 

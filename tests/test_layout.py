@@ -73,7 +73,8 @@ MAY_IMPORT = {
     "kfac": ANY,
     "recipes": {"recipes", "KFAC", "Settings", "distributed"},
     "distributed": set(),
-    "__init__": {"distributed", "kfac", "settings"},
+    "advice": set(),
+    "__init__": {"advice", "distributed", "kfac", "settings"},
 }
 """First name below dkfac -> the first names it may import; recipes use the public names alone."""
 
@@ -173,7 +174,7 @@ def test_sub_package_init_files_are_empty():
 def test_the_public_names_are_exactly_all():
     found = {name for name, value in vars(dkfac).items() if not isinstance(value, types.ModuleType)}
     assert {name for name in found if not name.startswith("_")} <= set(dkfac.__all__)
-    assert set(dkfac.__all__) == {"KFAC", "Settings", "__version__", "detach", "distributed"}
+    assert set(dkfac.__all__) == {"KFAC", "Settings", "__version__", "detach", "distributed", "suggest"}
     assert (dkfac.KFAC.__name__, dkfac.Settings.__name__) == ("KFAC", "Settings")
 
 
