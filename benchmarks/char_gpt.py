@@ -1,12 +1,14 @@
 """How fast does a small GPT learn characters? AdamW, Muon, SOAP, K-FAC into AdamW and Adam in K-FAC's eigenbasis.
 
-Text: the sources of Python's standard library; every twentieth file is held out. Each optimizer gets the same number of
-learning rates (``GRIDS``); the best by validation loss is run with further seeds, and at fractions of the steps with a
-shorter schedule, which says how many steps an optimizer needs for AdamW's loss. Seconds are those of training alone.
+Text: the sources of Python's standard library; every twentieth file is held out. Runs take all steps or a fraction of
+them, with the schedule shortened: how many steps does an optimizer need for AdamW's loss? For each number of steps
+every optimizer gets the same number of learning rates (``GRIDS``); the best by validation loss is run with further
+seeds. Several runs share the machine, so a step's time is measured apart, one optimizer after the other, alone.
 """
 
 import argparse
 import json
+import math
 import multiprocessing as mp
 import os
 import pathlib
@@ -130,11 +132,13 @@ def train(config: dict, data: tuple[Tensor, Tensor, int], device: str) -> dict:
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / warm) * max(0.0, 1 - t / steps)) for o in used
     ]
-    curve, seconds = [], 0.0
-    for step in range(steps + 1):
-        if step % max(1, steps // 20) == 0:
+    curve, seconds, last = [], 0.0, min(steps, config.get("most", steps))
+    for step in range(last + 1):
+        if "most" in config:  # the first steps compile, and refresh more often
+            seconds = 0.0 if step == 100 else seconds
+        elif step % max(1, steps // 20) == 0:
             curve.append({"step": step, "seconds": seconds, "loss": validate(model, held, size, device)})
-        if step == steps:
+        if step == last:
             break
         begin = time.perf_counter()
         x, y = batch_of(text, size, generator)
@@ -149,9 +153,21 @@ def train(config: dict, data: tuple[Tensor, Tensor, int], device: str) -> dict:
         if device == "cuda" and step % 10 == 9:
             torch.cuda.synchronize()
         seconds += time.perf_counter() - begin
-    final = curve[-1]["loss"]
+    if "most" in config:
+        return {"seconds": seconds, "timed": last - 100}
     metrics = {} if kfac is None else kfac.metrics()
-    return {"config": config, "steps": steps, "final": final, "seconds": seconds, "curve": curve, "metrics": metrics}
+    result = {"config": config, "steps": steps, "final": curve[-1]["loss"], "seconds": seconds}
+    return result | {"curve": curve, "metrics": metrics}
+
+
+def step_times(names: list[str], base: dict, best: dict, data, device: str) -> dict[str, float]:
+    """Return milliseconds of a step, the lower of two rounds, nothing else running."""
+    found: dict[str, float] = {}
+    for _ in range(2):
+        for name in names:
+            run = train(base[name] | {"lr": best[name, 1.0], "seed": 0, "most": 220}, data, device)
+            found[name] = min(found.get(name, math.inf), 1e3 * run["seconds"] / run["timed"])
+    return found
 
 
 @torch.no_grad()
@@ -187,7 +203,7 @@ def main() -> None:
     add("--size", default="tiny", choices=SIZES)
     add("--optimizers", default=",".join(GRIDS))
     add("--seeds", type=int, default=3)
-    add("--fractions", default="0.33,0.5", help="of the steps, at which the best learning rate is tried too")
+    add("--fractions", default="0.5,0.33", help="of the steps, which are tried too")
     add("--options", default="{}", help="JSON: further settings of K-FAC, by optimizer")
     add("--lrs", help="instead of the grids")
     add("--workers", type=int, default=2)
@@ -199,30 +215,41 @@ def main() -> None:
     names = args.optimizers.split(",")
     base = {name: {"size": args.size, "optimizer": name, "options": options.get(name, {})} for name in names}
     grids = {name: [float(lr) for lr in args.lrs.split(",")] if args.lrs else GRIDS[name] for name in names}
-    grid = [base[name] | {"lr": lr, "seed": 0} for name in names for lr in grids[name]]
+    fractions = [1.0, *(float(f) for f in args.fractions.split(",") if f)]
+    grid = [base[n] | {"lr": lr, "seed": 0, "fraction": f} for f in fractions for n in names for lr in grids[n]]
     runs = run_all(grid, data, device, args.workers)
-    best = {
-        name: min((r for r in runs if r["config"]["optimizer"] == name), key=lambda r: r["final"])["config"]["lr"]
-        for name in names
-    }
-    further = [base[n] | {"lr": best[n], "seed": seed} for n in names for seed in range(1, args.seeds)]
-    fractions = [float(f) for f in args.fractions.split(",") if f]
-    further += [base[n] | {"lr": best[n], "seed": s, "fraction": f} for n in names for f in fractions
-                for s in range(args.seeds)]  # fmt: skip
-    runs += run_all(further, data, device, args.workers)
-    table = {}
+    best = {}
     for name in names:
-        for fraction in (1.0, *fractions):
-            chosen = [r for r in runs if r["config"]["optimizer"] == name and r["config"]["lr"] == best[name]
-                      and r["config"].get("fraction", 1.0) == fraction]  # fmt: skip
-            losses, seconds = [r["final"] for r in chosen], [r["seconds"] for r in chosen]
-            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            entry = {"lr": best[name], "loss": statistics.mean(losses), "stdev": spread, "seeds": len(losses)}
-            table[f"{name} x{fraction:g}"] = entry | {"seconds": statistics.mean(seconds)}
-            print(f"{name:12} x{fraction:<5g} lr {best[name]:<7g} loss {entry['loss']:.4f} +- {spread:.4f} in "
-                  f"{statistics.mean(seconds):.1f} s", flush=True)  # fmt: skip
+        for fraction in fractions:
+            tried = [r for r in runs if (r["config"]["optimizer"], r["config"]["fraction"]) == (name, fraction)]
+            best[name, fraction] = min(tried, key=lambda r: r["final"])["config"]["lr"]
+    further = [base[n] | {"lr": lr, "seed": seed, "fraction": f} for (n, f), lr in best.items()
+               for seed in range(1, args.seeds)]  # fmt: skip
+    runs += run_all(further, data, device, args.workers)
+    times, table = step_times(names, base, best, data, device), {}
+    for (name, fraction), lr in best.items():
+        chosen = [
+            r for r in runs if r["config"] | {"seed": 0} == base[name] | {"lr": lr, "seed": 0, "fraction": fraction}
+        ]
+        losses = [r["final"] for r in chosen]
+        spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        seconds = times[name] * chosen[0]["steps"] / 1e3
+        entry = {"lr": lr, "loss": statistics.mean(losses), "stdev": spread, "seeds": len(losses), "seconds": seconds}
+        table[f"{name} x{fraction:g}"] = entry
+        print(f"{name:12} x{fraction:<5g} lr {lr:<7g} loss {entry['loss']:.4f} +- {spread:.4f} in {seconds:.1f} s, "
+              f"{times[name]:.1f} ms a step", flush=True)  # fmt: skip
     out = args.out or f"benchmarks/results/char_gpt_{args.size}_{'h200' if device == 'cuda' else 'cpu'}.json"
-    write(out, {"size": SIZES[args.size], "kinds": data[2], "workers": args.workers, "table": table, "runs": runs})
+    write(
+        out,
+        {
+            "size": SIZES[args.size],
+            "kinds": data[2],
+            "workers": args.workers,
+            "step_ms": times,
+            "table": table,
+            "runs": runs,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer, split_grad
+from dkfac.ops.decompose import Eigen
 from dkfac.ops.precondition import rotate
-from dkfac.state import Average, LayerState
+from dkfac.stacks import Stack
+from dkfac.state import LayerState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """What the optimizer says of a parameter."""
 
@@ -70,39 +72,71 @@ def check(optimizer: Any, layers: Iterable[Layer]) -> None:
                 )
 
 
-def direction(
-    layer: Layer, state: LayerState, grad: Tensor, given: dict[int, Rule], good: Tensor, loss_scale: Tensor | None
+def is_alike(layers: list[Layer], given: dict[int, Rule]) -> bool:
+    """Whether layers can take their steps together: one rule but for learning rates and weight decay."""
+    kinds = {(r.betas, r.eps, r.sign, r.decoupled) for r in (given[id(layer.weight)] for layer in layers)}
+    return len(kinds) == 1
+
+
+def directions(
+    stack: Stack, states: dict[str, LayerState], raw: Tensor, given: dict[int, Rule], good: Tensor, loss_scale: Any
 ) -> Tensor:
-    """Absorb a gradient ``[B, O, I]`` into a layer's moments, if ``good``, and return Adam's update."""
-    rule, good = given[id(layer.weight)], good.to(grad.device)
-    grad = grad * rule.sign if loss_scale is None else grad * (rule.sign / loss_scale.to(grad))
-    for p, part in zip(layer.parameters(), split_grad(layer, grad), strict=True):
-        decay = given[id(p)].weight_decay if id(p) in given else 0.0
-        if decay and not rule.decoupled and p.grad is not None:
-            part += decay * p.to(part.dtype)
-    basis = state.basis()
-    rotated = grad if basis is None else rotate(grad, basis)
-    state.momentum = state.momentum or Average.empty(grad)
-    state.moments = state.moments or Average.empty(grad)
-    state.momentum.update(grad, rule.betas[0], good)
-    state.moments.update(rotated.square(), rule.betas[1], good)
-    mean = state.momentum.mean()
-    scale = state.moments.mean().sqrt_().add_(rule.eps)
-    if basis is None:
-        return mean / scale
-    return rotate(rotate(mean, basis) / scale, basis, back=True)
+    """Absorb the gradients of layers that are alike into their moments, if ``good``, and return Adam's updates."""
+    rule, good = given[id(stack.layers[0].weight)], good.to(raw.device)
+    grads = torch.where(good, raw, 0).mul_(rule.sign)
+    if loss_scale is not None:
+        grads /= loss_scale.to(grads)
+    if not rule.decoupled:
+        _add_decay(stack, grads, given, good)
+    joined = stack.decompositions(states)
+    bases = None if joined is None else {key: d for key, d in joined.items() if isinstance(d, Eigen)}
+    if joined is None or bases is None or len(bases) < len(joined):
+        bases = {}
+    elif stack.transposed:
+        bases = {"A": bases["G"], "G": bases["A"]}
+    (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
+    rotated = rotate(grads, bases) if bases else grads
+    keep, keep_square = (torch.where(good, raw.new_full((), beta), 1.0) for beta in rule.betas)
+    mean.mul_(keep).add_(grads)
+    square.mul_(keep_square).addcmul_(rotated, rotated)
+    mean_weight.mul_(keep).add_(good)
+    square_weight.mul_(keep_square).add_(good)
+    first = mean / _over(mean_weight, stack)
+    second = (square / _over(square_weight, stack)).sqrt_().add_(rule.eps)
+    if not bases:
+        return first.div_(second)
+    return rotate(rotate(first, bases) / second, bases, back=True)
 
 
-def step(layer: Layer, update: Tensor, given: dict[int, Rule], good: Tensor) -> list[Tensor]:
-    """Take a layer's step, if ``good``; returns the parameters that were stepped."""
-    stepped, good = [], good.to(update.device)
-    for p, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
-        rule = given.get(id(p))
-        if rule is None or p.grad is None:
-            continue
-        lr = rule.lr.to(part) if isinstance(rule.lr, Tensor) else rule.lr
+def _over(weight: Tensor, stack: Stack) -> Tensor:
+    """Return weights ``[n]``, never zero, as ``[n * B, 1, 1]``."""
+    return weight.clamp(min=torch.finfo(weight.dtype).tiny).repeat_interleave(stack.blocks)[:, None, None]
+
+
+def _add_decay(stack: Stack, grads: Tensor, given: dict[int, Rule], good: Tensor) -> None:
+    """Add weight decay to gradients, as Adam has it."""
+    for layer, part in stack.split(grads):
+        for p, target in zip(layer.parameters(), split_grad(layer, part), strict=True):
+            decay = given[id(p)].weight_decay if id(p) in given else 0.0
+            if decay and p.grad is not None:
+                target += torch.where(good, p.to(target.dtype) * decay, 0)
+
+
+def step(layers: Iterable[tuple[Layer, Tensor]], given: dict[int, Rule], good: Tensor) -> list[Tensor]:
+    """Take layers' steps by their updates ``[B, O, I]``, if ``good``; returns the parameters that were stepped."""
+    groups: dict[Rule, tuple[list[Tensor], list[Tensor]]] = {}
+    for layer, update in layers:
+        for p, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
+            if id(p) in given and p.grad is not None:
+                parameters, parts = groups.setdefault(given[id(p)], ([], []))
+                parameters.append(p)
+                parts.append(part)
+    for rule, (parameters, parts) in groups.items():
+        lr, device = rule.lr, parameters[0].device
+        if isinstance(lr, Tensor):
+            lr, parts = 1.0, [part * rule.lr.to(part) for part in parts]  # type: ignore[union-attr]
         if rule.weight_decay and rule.decoupled:
-            p.mul_(1 - torch.where(good, 1.0, 0.0).to(part.dtype) * (lr * rule.weight_decay))
-        p.sub_(torch.where(good, part * lr, 0.0).to(p.dtype))
-        stepped.append(p)
-    return stepped
+            less = torch.full((), rule.weight_decay, device=device, dtype=torch.float64) * rule.lr
+            torch._foreach_mul_(parameters, 1 - torch.where(good.to(device), less, 0.0).to(parts[0].dtype))
+        torch._foreach_add_(parameters, parts, alpha=-lr)
+    return [p for parameters, _ in groups.values() for p in parameters]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from dkfac.plan.plan import Holding, Plan
 from dkfac.plan.program import expand
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
-from dkfac.stacks import make_stacks
+from dkfac.stacks import Stack, make_stacks
 from dkfac.state import LayerState
 from dkfac.tape import Tape
 from dkfac.window import Measured
@@ -63,8 +63,7 @@ class Runner:
         self.counters: dict[str, int] = {"refreshes": 0, **dict.fromkeys(RUNGS, 0)}
         self.device: dict[str, Tensor] = {}
         """Counters and norms that live on the device."""
-        self._health = health.Watch()
-        self._error: BaseException | None = None
+        self._health, self._error = health.Watch(), cast(BaseException | None, None)
         self._last_reduced: reduce.Reduced | None = None
         self._rows_seen: dict[str, float] = {}
         """Most rows of a layer in a step since the last refresh; -1: not known to the host."""
@@ -80,7 +79,7 @@ class Runner:
     def _stack(self) -> None:
         """Lay side by side what this rank preconditions."""
         mine = [layer for layer in self.layers if self.rank in self.placements[layer.name].preconditioned_by]
-        self.stacks = make_stacks(mine)
+        self.stacks, self.alone = make_stacks(mine), {layer.name: Stack([layer], pad=False) for layer in mine}
         self.weights = [layer.weight for layer in self.layers]
         self._places = [(w.dtype, w.device) for w in self.weights]
         self._renewal.rewind()

@@ -46,6 +46,7 @@ class Stack:
         self.sizes, self.padded = sizes, [self._pad(size) for size in sizes]
         self._averages: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._decompositions: dict[str, tuple[list[Decomposition], Decomposition]] = {}
+        self._moments: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._grads: Tensor | None = None
         self._parts: list[list[Tensor]] = []
 
@@ -80,6 +81,23 @@ class Stack:
             if average is not None or layer.name in measured:
                 states[layer.name].running[key] = Average(views[i], weights[i])
         self._averages[key] = (views, values, weights)
+        return values, weights
+
+    def moments(self, states: dict[str, LayerState], name: str) -> tuple[Tensor, Tensor]:
+        """Return the layers' ``moments`` or ``momentum``, laid out like the buffer, and their weights, ``[n]``."""
+        mine = [getattr(states[layer.name], name) for layer in self.layers]
+        held = self._moments.get(name)
+        if held is not None and all(a is not None and a.value is v for a, v in zip(mine, held[0], strict=True)):
+            return held[1], held[2]
+        values = torch.zeros(len(self) * self.blocks, *self.padded, dtype=self.dtype, device=self.device)
+        weights = torch.zeros(len(self), dtype=self.dtype, device=self.device)
+        views = [view for _, view in self.split(values)]
+        for i, (layer, average) in enumerate(zip(self.layers, mine, strict=True)):
+            if average is not None:
+                views[i].copy_(average.value)
+                weights[i] = average.weight
+            setattr(states[layer.name], name, Average(views[i], weights[i]))
+        self._moments[name] = (views, values, weights)
         return values, weights
 
     def decompositions(self, states: dict[str, LayerState]) -> dict[str, Decomposition] | None:

@@ -81,25 +81,29 @@ def _directions(
     """
     chunks = []
 
-    def one(stack: Stack, raw: Tensor) -> Tensor:
-        layer, grad = stack.layers[0], raw.mT if stack.transposed else raw
+    def several(stack: Stack, raw: Tensor) -> Tensor:
         if rules:
-            grad = adam.direction(layer, runner.states[layer.name], grad, rules, good, loss_scale)
-        else:
-            grad = stages.direction(layer, runner, grad)
+            return adam.directions(stack, runner.states, raw, rules, good, loss_scale)
+        return stages.directions(stack, runner, raw)
+
+    def one(stack: Stack, raw: Tensor) -> Tensor:
+        if rules:
+            return several(stack, raw)
+        grad = stages.direction(stack.layers[0], runner, raw.mT if stack.transposed else raw)
         return grad.mT.contiguous() if stack.transposed else grad
 
     for stack in runner.stacks:
         layers = [layer for layer in stack.layers if layer.name in mine]
-        whole = len(layers) == len(stack) and runner.settings.curvature == "kfac"
+        whole = len(layers) == len(stack) and runner.settings.curvature != "ekfac"
+        whole = whole and (not rules or adam.is_alike(layers, rules))
         if not layers:
             continue
         joined = stack.decompositions(runner.states) if whole else None
         if joined is not None and stages.is_uniform(joined, runner.settings):
-            chunks.append(_direction(runner, stack, lambda raw, s=stack: stages.directions(s, runner, raw)))
+            chunks.append(_direction(runner, stack, lambda raw, s=stack: several(s, raw)))
             continue
         for layer in layers:
-            alone = Stack([layer], pad=False)
+            alone = runner.alone[layer.name]
             chunks.append(_direction(runner, alone, lambda raw, s=alone: one(s, raw)))
     return chunks
 
@@ -197,10 +201,11 @@ def _step(
     rules: dict[int, adam.Rule],
 ) -> None:  # fmt: skip
     """Take Adam's steps; the gradients stay as they are."""
-    updates = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
-    for name, update in updates.items():
-        sane = good & lengths.sane[lengths.place[name]].to(good.device)
-        runner.stepped += adam.step(runner.by_name[name], update, rules, sane)
+    every = [(layer, part) for chunk in chunks for layer, part in chunk.stack.split(chunk.update)]
+    every += [(runner.by_name[name], update) for name, update in others.items()]
+    flags = lengths.sane & good.to(lengths.sane.device)
+    chosen = [(la, torch.where(flags[lengths.place[la.name]].to(part.device), part, 0)) for la, part in every]
+    runner.stepped += adam.step(chosen, rules, good)
 
 
 def _write(runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], lengths: _Lengths, good: Tensor) -> None:

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "renew": {"layers", "ops", "replay", "run", "settings", "stacks", "stages", "state"},
     "replay": set(),
     "graph": {"ops", "replay", "run", "stacks", "stages", "waiting", "window"},
-    "adam": {"layers", "ops", "state"},
+    "adam": {"layers", "ops", "stacks", "state"},
     "updates": {"adam", "exchange", "layers", "ops", "run", "shares", "stacks", "stages"},
     "exchange": {"comm", "ops", "plan"},
     "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "settings", "stages"},
