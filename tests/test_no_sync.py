@@ -3,6 +3,8 @@
 On a CPU there is no device to wait for, but each such read passes through a dispatcher call that a spy can see.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -264,6 +266,14 @@ def test_accumulation_reads_nothing(accumulate):
 @pytest.mark.parametrize("variant", ["default", "kl-clip"])
 def test_with_an_optimizer_attached_nothing_is_read(variant):
     seen = spied_steps(VARIANTS[variant], optimizer=torch.optim.SGD)
+    assert {step: names for step, names in seen.items() if names and step not in REFRESHES} == {}
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adams_steps_in_the_eigenbasis_read_nothing(weight_decay):
+    """All layers are K-FAC's, so torch's own AdamW, which reads its counts on the CPU, has nothing to do."""
+    optimizer = functools.partial(torch.optim.AdamW, weight_decay=weight_decay)
+    seen = spied_steps({"curvature": "adam-eigen", "norm_form": "unit"}, optimizer=optimizer)
     assert {step: names for step, names in seen.items() if names and step not in REFRESHES} == {}
 
 
