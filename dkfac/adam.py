@@ -124,17 +124,17 @@ def _add_decay(stack: Stack, grads: Tensor, given: dict[int, Rule], good: Tensor
 
 def step(layers: Iterable[tuple[Layer, Tensor]], given: dict[int, Rule], good: Tensor) -> list[Tensor]:
     """Take layers' steps by their updates ``[B, O, I]``, if ``good``; returns the parameters that were stepped."""
-    groups: dict[Rule, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[tuple[Rule, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for layer, update in layers:
         for p, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
             if id(p) in given and p.grad is not None:
-                parameters, parts = groups.setdefault(given[id(p)], ([], []))
+                parameters, parts = groups.setdefault((given[id(p)], p.device), ([], []))
                 parameters.append(p)
                 parts.append(part)
-    for rule, (parameters, parts) in groups.items():
-        lr, device = rule.lr, parameters[0].device
+    for (rule, device), (parameters, parts) in groups.items():
+        lr = rule.lr
         if isinstance(lr, Tensor):
-            lr, parts = 1.0, [part * rule.lr.to(part) for part in parts]  # type: ignore[union-attr]
+            lr, parts = 1.0, [part * rule.lr for part in parts]
         if rule.weight_decay and rule.decoupled:
             less = torch.full((), rule.weight_decay, device=device, dtype=torch.float64) * rule.lr
             torch._foreach_mul_(parameters, 1 - torch.where(good.to(device), less, 0.0).to(parts[0].dtype))

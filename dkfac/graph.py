@@ -41,8 +41,7 @@ class StatisticsGraph:
         spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
         if spoilt is not None:
             runner.tape.stop_waiting(spoilt)
-            for sums in measured.layers.values():
-                sums.factors.clear()
+            measured.layers.clear()
         elif calls:
             runner.tape.guarded(lambda: self._sum(waiting, calls))
 
@@ -61,7 +60,7 @@ class StepGraph:
         self._reading, self._writing = Captured(), Captured()
         self._stacks: list[Stack] = []
         self._parameters: list[Tensor] = []
-        self._strides: list[tuple[int, ...]] = []
+        self._forms: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._used: list[Tensor] = []
         """The layers' parameters and the small ones of no layer's."""
         self._large: list[Tensor] = []
@@ -74,6 +73,7 @@ class StepGraph:
     def begin(self, runner: Runner, parameters: list[Tensor], optimizer: Any) -> Tensor | None:
         """Read the gradients; returns whether they are finite, or None if a layer has none."""
         if any(weight.grad is None for weight in runner.weights):
+            self._stacks = []  # others will write to the buffers
             return None
         stacks, device = runner.stacks, runner.stacks[0].device
         given = [p for p in parameters if p.grad is not None]
@@ -81,9 +81,9 @@ class StepGraph:
         if not is_known or any(map(_differ, given, self._parameters)):
             self._prepare(runner, given, device)
         grads = [p.grad for p in self._used if p.grad is not None]
-        strides = [g.stride() for g in grads]
-        if strides != self._strides:
-            self._strides, self._items = strides, _describe(stacks, self._used, self._views)
+        forms = [(g.stride(), g.dtype) for g in grads]
+        if forms != self._forms:
+            self._forms, self._items = forms, _describe(stacks, self._used, self._views)
         if self._items is None:
             self._copy_in(stacks)
         else:
@@ -113,7 +113,7 @@ class StepGraph:
         small = [p for p in rest if p.numel() < LARGE and p.dtype == dtype and p.device == device
                  and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
         chosen = {id(p) for p in small}
-        self._stacks, self._parameters, self._others, self._strides = runner.stacks, given, small, []
+        self._stacks, self._parameters, self._others, self._forms = runner.stacks, given, small, []
         self._large = [p for p in rest if id(p) not in chosen]
         self._flat = torch.zeros(sum(p.numel() for p in small), device=device, dtype=dtype)
         parts = torch.split(self._flat, [p.numel() for p in small]) if small else ()
@@ -137,9 +137,9 @@ class StepGraph:
         """Turn the gradients read into updates and write them; False if not all layers can go together."""
         stacks, flat, good, before, told = runner.stacks, self._flat, self._good, self._before, self._told
         joined = [stack.decompositions(runner.states) for stack in stacks]
-        if not all(stages.is_ready(layer, runner.states[layer.name]) for layer in runner.layers):
-            return False
-        if any(d is None or not stages.is_uniform(d, runner.settings) for d in joined):
+        is_ready = all(stages.is_ready(layer, runner.states[layer.name]) for layer in runner.layers)
+        if not is_ready or any(d is None or not stages.is_uniform(d, runner.settings) for d in joined):
+            self._stacks = []  # others will write to the buffers
             return False
         damping = stages.damping_values(runner.settings, runner.step)
         objects: list[Any] = [d for found in joined if found is not None for d in found.values()]

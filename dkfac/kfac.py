@@ -207,6 +207,8 @@ class KFAC:
 
     def close(self) -> None:
         """Remove every hook; the optimizer steps on raw gradients again."""
+        self._give_back()
+        self._runner.renewal.join()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -259,8 +261,6 @@ class KFAC:
                 "torch.distributed.algorithms.Join([model, kfac]) instead of model.join()"
             )
 
-    # --- one step ------------------------------------------------------------------------------------------
-
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -287,11 +287,15 @@ class KFAC:
             p.grad = None
         self._runner.stepped.clear()
 
+    def _give_back(self) -> None:
+        """Put hidden gradients back where there are no others."""
+        for p, grad in self._hidden:
+            p.grad = grad if p.grad is None else p.grad
+        self._hidden.clear()
+
     def _after_step(self, *_: Any) -> None:
         """The optimizer's post-hook: give gradients back, and share what is stepped by its owner alone."""
-        for p, grad in self._hidden:
-            p.grad = grad
-        self._hidden.clear()
+        self._give_back()
         if self._stepped:
             self._stepped = False
             self._runner.share_weights()
@@ -320,8 +324,6 @@ class KFAC:
         self._probe.measuring = self._runner.measuring
         self._probe.forget_sizes()
         self._tape.forget_terms()
-
-    # --- small helpers -------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[Tensor]:
         """What the coming step will update."""

@@ -121,6 +121,8 @@ class Handover:
             return
         _refuse_second_order(tape, self._index)
         node: Any = torch._C._current_autograd_node()  # not kept by us: it keeps us
+        if gradients[0] is None:  # of a function behind the layer that returns none
+            return
         x, (g, *_), shape = getattr(node, _KEPT[type(node).__name__]).detach(), gradients, self._shape
         if x.ndim != len(shape):  # of a linear layer, whose rows are its own
             x, g = x.view(shape), g.reshape(*shape[:-1], g.shape[-1])

@@ -75,7 +75,7 @@ def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float)
         absorb_(values.view(flat), _joined(totals, values).view(flat), decay, _vector(scales, values), here)
     if together:
         running, sums_of_all, factors = zip(*together, strict=True)
-        many.absorb(running, sums_of_all, decay, stages.constant(factors, good.device, torch.float32), good)
+        many.absorb(running, sums_of_all, decay, factors, good)
     for place in {(w.device, w.dtype) for w in whole}:
         alike = [w for w in whole if (w.device, w.dtype) == place]
         kept = torch.full((), decay, device=place[0], dtype=place[1]).masked_fill_(~good.to(place[0]), 1.0)

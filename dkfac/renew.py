@@ -67,7 +67,7 @@ class Renewal:
 
     def __init__(self) -> None:
         self._graphs: dict[tuple[int, int, int], Captured] = {}
-        self._pool = Pool()
+        self._pool = Pool(own_stream=True)
         self._steps: list[int] = []
         self._slices: list[list[Part]] = []
         self._begin, self._end, self._since, self._counted = 0, -1, 0, False
@@ -75,7 +75,7 @@ class Renewal:
         self._due: list[Part] = []
         """What is to be decomposed when the step is done with the old decompositions."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._running: list[torch.cuda.Event] = []
+        self._running: list[tuple[torch.device, torch.cuda.Event]] = []
         self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
 
     def run(self, runner: Runner, new: set[str]) -> set[str]:
@@ -123,15 +123,18 @@ class Renewal:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream = self._streams[device]
+            for stack, _, _ in parts:  # common tensors are made on the stream that goes on to use them
+                for key in stack.decompositions(runner.states) or {}:
+                    stack.running(runner.states, key)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream), runner.tape.timer.stage("decompose", device), tf32(False, device):
                 self._launch(parts, runner)
-            self._running.append(stream.record_event())
+            self._running.append((device, stream.record_event()))
 
     def join(self) -> None:
         """Let what follows come after the slice that was launched last."""
-        for event in self._running:
-            event.wait()
+        for device, event in self._running:
+            torch.cuda.current_stream(device).wait_event(event)
         self._running.clear()
 
     def _launch(self, parts: list[Part], runner: Runner) -> None:
@@ -197,6 +200,7 @@ class Renewal:
     def rewind(self) -> None:
         """Cut the layers anew."""
         self._end = -1
+        self._graphs.clear()
 
 
 def _repair(runner: Runner, layer: Layer, key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,13 @@ ALIGNED = 512
 """Bytes, as torch lays its tensors."""
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""Where graphs are captured. One for each device: cuBLAS keeps a workspace for each stream it has seen."""
+"""Where graphs are captured that run one after the other. One for each device: cuBLAS keeps a workspace for each stream
+that it has seen, and graphs captured on one stream share it."""
 
 
-def capture(function: Callable[[], Any], pool: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(
+    function: Callable[[], Any], pool: Any, device: torch.device, stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Return a graph of what a function launches on a device, and what it returned. Nothing is run.
 
     Unlike ``torch.cuda.graph`` it leaves the cached memory alone: tensors that lie in the same place at each step shall
@@ -25,7 +29,7 @@ def capture(function: Callable[[], Any], pool: Any, device: torch.device) -> tup
     graph = torch.cuda.CUDAGraph()
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream = _STREAMS[device]
+    stream = _STREAMS[device] if stream is None else stream
     stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
     gc.disable()  # another graph that is collected meanwhile would free its memory, which ends the capture
@@ -44,18 +48,25 @@ def capture(function: Callable[[], Any], pool: Any, device: torch.device) -> tup
 
 
 class Pool:
-    """Memory for graphs that run one after the other and whose results are used at once."""
+    """Memory for graphs that run one after the other and whose results are used at once.
 
-    def __init__(self) -> None:
+    ``own_stream``: they may run beside other graphs, and so must not share cuBLAS's workspace with them.
+    """
+
+    def __init__(self, *, own_stream: bool = False) -> None:
         self._handle: Any = None
         self._first: torch.cuda.CUDAGraph | None = None
+        self._own_stream = own_stream
+        self._stream: torch.cuda.Stream | None = None
 
-    def handle(self, device: torch.device) -> Any:
-        """Return what ``capture`` takes. A graph that stays keeps the memory, when all others have been let go."""
+    def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Return a graph in this memory. A first one stays and keeps it, when all others have been let go."""
         if self._handle is None:
+            if self._own_stream:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._handle = torch.cuda.graph_pool_handle()
-            self._first, _ = capture(lambda: torch.zeros(1, device=device), self._handle, device)
-        return self._handle
+            self._first, _ = capture(lambda: torch.zeros(1, device=device), self._handle, device, self._stream)
+        return capture(function, self._handle, device, self._stream)
 
 
 class Captured:
@@ -65,15 +76,23 @@ class Captured:
         self._key: list[Any] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._found: Any = None
-        self._pool = Pool() if pool is None else pool
+        self._pool, self._is_refused = Pool() if pool is None else pool, False
 
     def run(self, key: list[Any], function: Callable[[], Any], device: torch.device) -> Any:
         """Return what the function does; ``key``: the objects it uses. The first time all kernels are compiled."""
         if self._key is None or len(key) != len(self._key) or not all(map(_same, key, self._key)):
-            self._key, self._graph = key, None
+            self._key, self._graph, self._found = key, None, None
             return function()
+        if self._graph is None and not self._is_refused:
+            try:
+                self._graph, self._found = self._pool.capture(function, device)
+            except Exception as error:  # out of memory, or an operation that cannot be captured
+                self._is_refused = True
+                warnings.warn(
+                    f"cuda_graph: not captured, steps go on without: {type(error).__name__}: {error}", stacklevel=2
+                )
         if self._graph is None:
-            self._graph, self._found = capture(function, self._pool.handle(device), device)
+            return function()
         self._graph.replay()
         return self._found
 

@@ -52,7 +52,7 @@ class Runner:
         self._overlap()
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
-        self._renewal = renew.Renewal()
+        self.renewal = renew.Renewal()
         self.graph, self.statistics = StepGraph(), StatisticsGraph()
         self._refreshed_at = -1
         self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
@@ -82,13 +82,13 @@ class Runner:
         self.stacks, self.alone = make_stacks(mine), {layer.name: Stack([layer], pad=False) for layer in mine}
         self.weights = [layer.weight for layer in self.layers]
         self._places = [(w.dtype, w.device) for w in self.weights]
-        self._renewal.rewind()
+        self.renewal.rewind()
         self.uses_graphs = self.tape.waiting.hold = wants_graphs(self)
 
     def settle(self) -> None:
         """Draw all conclusions from what was decomposed so far. Waits for the device."""
-        self._renewal.join()
-        self._renewal.look(self, all_of_it=True)
+        self.renewal.join()
+        self.renewal.look(self, all_of_it=True)
 
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
@@ -105,7 +105,7 @@ class Runner:
         self._places.clear()
         self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
         self._flag = None
-        self._renewal.forget()
+        self.renewal.forget()
         self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
         self.publish_bases()
 
@@ -138,6 +138,7 @@ class Runner:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
         device = next((p.device for p in parameters if p.grad is not None), self.layers[0].weight.device)
         timer = self.tape.timer
+        self.renewal.join()
         self.weights = [layer.weight for layer in self.layers]
         if self._places != [(w.dtype, w.device) for w in self.weights]:
             for layer in self.layers:
@@ -145,7 +146,6 @@ class Runner:
             self._stack()  # the model was moved or converted, or its state was loaded
         self._raise_what_failed()
         self._check_placement()
-        self._renewal.join()
         norms, good = look_at_gradients(self, optimizer, parameters, device)
         good_batch = good
         if self.measuring:
@@ -164,7 +164,7 @@ class Runner:
                 written = updates.precondition(self, optimizer, rates, norms, good, device)
                 stages.zero_where(~good, stages.gradients([p for p in parameters if id(p) not in written]))
         self.count("skipped_batches", ~good_batch)
-        self._renewal.launch(self)
+        self.renewal.launch(self)
         self.step += 1
 
     def shadow_step(self) -> None:
@@ -254,7 +254,7 @@ class Runner:
             new = {name for name in new if self.states[name].running}
         due = {layer.name for layer in self.layers} if self.decomposing else set()
         if self.exchange is None:
-            due = self._renewal.run(self, new)
+            due = self.renewal.run(self, new)
         if not due and not (self.measuring and new):
             return
         measured = shares.agree_on_means(self, due | new)

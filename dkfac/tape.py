@@ -131,8 +131,7 @@ class Tape:
 
     def stop_waiting(self, name: str) -> None:
         """Drop this step's sums, and sum each call at once from now on: a tensor that waited was changed in place."""
-        for sums in self.window.layers.values():
-            sums.factors.clear()
+        self.window.is_spoilt = True
         self.may_wait = self.waiting.hold = False
         what = f"the input or the gradient of layer {name!r} was changed in place after its backward"
         warnings.warn(f"{what}: this step's statistics are dropped, later calls summed at once", stacklevel=2)
@@ -271,7 +270,7 @@ class Tape:
         self._num_passes_without_step = 0
         if self.overlap is not None:
             self.overlap.end()
-        return Measured(window.layers, window.terms, window.num_passes, unit)
+        return Measured({} if window.is_spoilt else window.layers, window.terms, window.num_passes, unit)
 
     def unit(self) -> Tensor | float:
         """Return what sums of gradients' products are multiplied by to be sums over terms."""

@@ -43,9 +43,11 @@ def precondition(
         for layer in runner.layers
         if layer.weight.grad is not None and stages.is_ready(layer, runner.states[layer.name])
     }
+    rules = adam.rules(optimizer) if runner.is_adam else {}
+    if rules:  # a weight that has left its group takes no step
+        ready = {name: layer for name, layer in ready.items() if id(layer.weight) in rules}
     mine = {name for name in ready if runner.rank in runner.placements[name].preconditioned_by}
     loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
-    rules = adam.rules(optimizer) if runner.is_adam else {}
     with tf32(runner.settings.tf32, device):
         chunks = _directions(runner, mine, rules, good, loss_scale)
     order = [layer for chunk in chunks for layer in chunk.stack.layers]

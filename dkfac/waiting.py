@@ -191,6 +191,8 @@ class Waiting:
         rows = rows_per_call(layer, calls[0].x, calls[0].g)
         each = zip(torch.split(inputs, blocks), torch.split(gradients, blocks), strict=True)
         for call, (a, b) in zip(calls, each, strict=True):
+            if "A" in call.sums.factors:
+                self._source = None  # what is added to may be what would be shared
             call.sums.add("A", a)
             call.sums.add("G", b)
             call.sums.rows = call.sums.rows + rows
@@ -216,7 +218,7 @@ class Waiting:
         if layer.kind == "conv":
             x, g = x.movedim(1, -1), g.movedim(1, -1)
         gradients = gram_of_rows(g.reshape(-1, g.shape[-1]), ones=False, dtype=layer.dtype, scale=call.alike[-1])
-        source = (call.number, layer.kind, layer.has_bias, call.alike[1])
+        source = (call.number, layer.kind, layer.has_bias, x.shape, x.dtype, layer.dtype)
         if source == self._source:
             return self._inputs.clone(), gradients
         inputs = gram_of_rows(x.reshape(-1, x.shape[-1]), ones=layer.has_bias, dtype=layer.dtype)

@@ -56,5 +56,7 @@ class Window:
     num_passes: int = 0
     terms: Tensor | float = 0.0
     scaler_epoch: object = None
+    is_spoilt: bool = False
+    """Whether something in it was lost, so that none of it counts."""
     filled: bool = False
     """Whether the last pass left gradients on the weights, as ``backward()`` does and ``autograd.grad`` does not."""

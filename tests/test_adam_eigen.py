@@ -699,3 +699,34 @@ def test_four_ranks_go_on_as_any_number_under_another_strategy(before, after, wo
     saved = on_threads(4, save_gathered, 4, {"net": "vision", **before})[0]
     found = on_threads(world_size, go_on, world_size, saved, {"net": "vision", **after})
     assert_same_weights(found, one_process((("net", "vision"),)))
+
+
+# Wrong paths
+
+
+def test_gradients_come_back_where_another_hook_breaks_the_step():
+    model, optimizer, kfac = start()
+
+    def breaks(*_):
+        raise RuntimeError("no")
+
+    handle = optimizer.register_step_pre_hook(breaks)
+    backward(model, 0)
+    raw = {name: p.grad.clone() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.step()
+    handle.remove()
+    kfac.close()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, raw[name])
+
+
+def test_a_weight_that_has_left_its_group_takes_no_step():
+    model, optimizer, _ = start()
+    train(model, optimizer, 0, 2)
+    gone = {id(p) for p in model.head.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in gone]
+    before = model.head.weight.clone()
+    train(model, optimizer, 2, 4)
+    assert torch.equal(model.head.weight, before)

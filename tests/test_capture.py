@@ -355,3 +355,27 @@ def test_inputs_have_one_number_while_they_are_the_same_tensor_and_unchanged():
         with torch.inference_mode():
             hidden = torch.randn(3)
         assert number_of(hidden) != number_of(hidden), "its changes are not counted"
+
+
+class Stops(torch.autograd.Function):
+    """A function without a gradient for its input, as plain torch allows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+def test_a_layer_whose_gradient_is_undefined_is_passed_over():
+    model = mlp()
+    with attach(model) as kfac:
+        x, y = batch(6, 4)
+        Stops.apply(model(x)).backward()
+        kfac.step()
+        model.zero_grad()
+        mean_loss(model(x), y).backward()
+        kfac.step()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())

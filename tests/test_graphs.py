@@ -56,13 +56,12 @@ class Acted:
 def acted(monkeypatch):
     pools = {}
 
-    def capture(function, pool, device):
-        made = Acted(function, pool)
+    def capture(self, function, device):
+        made = Acted(function, pools.setdefault(id(self), []))
         return made, made.found
 
     monkeypatch.setattr(Acted, "replays", 0)
-    monkeypatch.setattr(replay, "capture", capture)
-    monkeypatch.setattr(replay.Pool, "handle", lambda self, device: pools.setdefault(id(self), []))
+    monkeypatch.setattr(replay.Pool, "capture", capture)
     monkeypatch.setattr(run, "wants_graphs", lambda runner: runner.settings.cuda_graph)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return pools

@@ -178,3 +178,55 @@ def test_layers_with_the_same_input_share_its_products(change, monkeypatch):
     inputs = {"q and k": 5, "v": 4}  # features, with the one for the bias; gradients have 5 and 2
     assert products.count(inputs["v"]) == 1
     assert products.count(inputs["q and k"]) - 3 == (2 if change else 1)
+
+
+class Mixer(nn.Module):
+    """``k`` is called twice on the input that ``q`` has, and ``low`` in another precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.low = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        y = self.q(x) + self.k(x) * self.k(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = self.low(x)
+        return self.head((y + low.float()).mean(1))
+
+
+def test_a_shared_input_is_neither_added_to_nor_of_another_precision(monkeypatch):
+    monkeypatch.setattr(waiting, "TOGETHER_BYTES", 0)
+    torch.manual_seed(0)
+    model, x = Mixer(), torch.randn(6, 3, 4)
+    with dkfac.KFAC(model, announce=False) as kfac:
+        model(x).square().sum(1).mean().backward()
+        kfac.step()
+        rows = torch.tanh(x).reshape(-1, 4)
+        for name, a in {"q": rows, "k": rows, "low": rows.bfloat16().float()}.items():
+            a = torch.cat([a, a.new_ones(len(a), 1)], 1)
+            torch.testing.assert_close(kfac.factors()[name]["A"], a.mT @ a / len(a), rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_whose_inputs_were_overwritten_counts_for_nothing():
+    """Not half of it: the passes that follow are of the same step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with dkfac.KFAC(model, announce=False, factor_interval=1, accumulate="mean", factor_decay=0.5) as kfac:
+        x = torch.randn(8, 3)
+        kfac._tape.waiting.end_pass = lambda: None  # as on a GPU, where calls wait for the step
+        (model(x).square().mean() / 2).backward()
+        with torch.no_grad():
+            x.mul_(3)
+        with pytest.warns(UserWarning, match="changed in place"):
+            kfac._tape.waiting.flush()
+        (model(torch.randn(8, 3)).square().mean() / 2).backward()
+        kfac.step()
+        assert not kfac.factors()["0"]
+        model.zero_grad()
+        good = torch.randn(8, 3)
+        model(good).square().mean().backward()
+        kfac.step()
+        a = torch.cat([good, good.new_ones(8, 1)], 1)
+        torch.testing.assert_close(kfac.factors()["0"]["A"], a.mT @ a / 8, rtol=1e-5, atol=1e-6)

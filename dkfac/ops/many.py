@@ -77,9 +77,9 @@ def _merged(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], .
     return sizes, *lines
 
 
-def on_its_way(numbers: list[int], device: torch.device) -> Tensor:
+def on_its_way(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers as a tensor that can be copied to a device without waiting."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def gather(pointers: Tensor, items: Items, inner: Tensor) -> None:
@@ -108,14 +108,17 @@ def _move(
     )  # fmt: skip
 
 
-def absorb(values: Sequence[Tensor], totals: Sequence[Tensor], decay: float, scale: Tensor, good: Tensor) -> None:
-    """Set each value to ``decay value + scale[i] total`` if ``good``, which is one flag. All are contiguous."""
+def absorb(
+    values: Sequence[Tensor], totals: Sequence[Tensor], decay: float, scales: Sequence[float], good: Tensor
+) -> None:
+    """Set each value to ``decay value + scale total`` if ``good``, which is one flag. All are contiguous."""
     assert all(v.shape == t.shape for v, t in zip(values, totals, strict=True))
     assert all(t.is_contiguous() for t in (*values, *totals))
     sizes = [value.numel() for value in values]
     table = [n for v, t, size in zip(values, totals, sizes, strict=True) for n in (v.data_ptr(), t.data_ptr(), size)]
     programs = min(MOST_PROGRAMS, -(-max(sizes, default=0) // BLOCK))
-    there = on_its_way(table, good.device).to(good.device, non_blocking=True)
+    pinned = on_its_way(table, good.device), on_its_way(scales, good.device, torch.float32)
+    there, scale = (t.to(good.device, non_blocking=True) for t in pinned)
     kernels.launch(_absorb_kernel, len(values) * programs, there, scale, good, decay, programs, BLOCK=BLOCK)
 
 
