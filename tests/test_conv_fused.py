@@ -7,15 +7,13 @@ Paths as in ``test_fused``: torch; the kernels in Triton's interpreter, in a ses
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_kernels import assert_passes_interpreted, in_another_process
 
 from dkfac.ops import conv_fused, kernels
 
@@ -222,26 +220,10 @@ def test_strips_their_products_and_assemble_make_the_sum_over_patches(way, case,
     assert torch.equal(gram_of_strips(x.to(dtype), case, parts).double(), patches.mT @ patches)
 
 
-def in_another_process(*arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():
-    options = ["-q", "--tb=short", "--maxfail=5", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    said = in_another_process("-m", "pytest", __file__, *options, "-k", "interpreted", TRITON_INTERPRET="1")
-    assert "passed" in said, said
-    assert "skipped" not in said, said
+    assert_passes_interpreted(__file__, "interpreted")
 
 
 COMPILE = """

@@ -6,13 +6,12 @@ Each claim is checked on every path: torch in float64; the kernels in Triton's i
 
 import importlib.util
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from helpers_kernels import assert_passes_interpreted, in_another_process
 
 from dkfac.ops import fused, kernels
 
@@ -220,28 +219,11 @@ def test_where_triton_cannot_compile_a_warning_says_so_and_torch_does_the_work(m
         assert not kernels.works.__wrapped__(Gpu())
 
 
-def in_another_process(*arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():
     """Memory addresses mean nothing to it: one offset will do."""
-    options = ["-q", "--tb=short", "--maxfail=5", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    chosen = "interpreted and not unaligned"
-    said = in_another_process("-m", "pytest", __file__, *options, "-k", chosen, TRITON_INTERPRET="1")
-    assert "passed" in said, said
-    assert "skipped" not in said, said
+    assert_passes_interpreted(__file__, "interpreted and not unaligned")
 
 
 COMPILE = """

@@ -6,13 +6,11 @@ what other graphs of its memory had returned. The real ones are tested on a GPU 
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_kernels import assert_passes_interpreted
 from torch import nn
 
 import dkfac
@@ -170,15 +168,4 @@ def test_interpreted_kernels_find_gradients_where_they_lie(acted, monkeypatch):
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():
-    options = ["-q", "--tb=short", "--maxfail=3", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "interpreted_"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert_passes_interpreted(__file__, "interpreted_")

@@ -2,12 +2,10 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers_kernels import assert_passes_interpreted, in_another_process
 
 from dkfac.ops import many
 
@@ -134,26 +132,10 @@ def test_what_has_too_many_dimensions_is_refused():
     assert many.describe([], [], [], []).meta.shape == (0, many.FIELDS)
 
 
-def in_another_process(*arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():
-    options = ["-q", "--tb=short", "--maxfail=5", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    said = in_another_process("-m", "pytest", __file__, *options, "-k", "interpreted", TRITON_INTERPRET="1")
-    assert "passed" in said, said
-    assert "skipped" not in said, said
+    assert_passes_interpreted(__file__, "interpreted")
 
 
 COMPILE = """
