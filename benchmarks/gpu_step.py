@@ -184,7 +184,7 @@ def main() -> None:
     add = add_common(parser)
     add("--cases", default=",".join(CASES), help="as in resnet50:10/100,resnet32")
     add("--variants", default=",".join(FRACTIONS))
-    add("--steps", type=int, help="measured steps with K-FAC; by default 200 for 10/100 and 100 for 1/10")
+    add("--steps", type=int, help="measured steps with K-FAC; by default 100")
     add("--baseline-steps", type=int, default=50)
     add("--out")
     args = parser.parse_args()

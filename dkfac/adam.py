@@ -88,11 +88,11 @@ def directions(
         grads /= loss_scale.to(grads)
     if not rule.decoupled:
         _add_decay(stack, grads, given, good)
-    joined = stack.decompositions(states)
-    bases = None if joined is None else {key: d for key, d in joined.items() if isinstance(d, Eigen)}
-    if joined is None or bases is None or len(bases) < len(joined):
-        bases = {}
-    elif stack.transposed:
+    joined = stack.decompositions(states) or {}
+    bases = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
+    if len(bases) < len(joined):
+        bases = {}  # that of the weights
+    elif bases and stack.transposed:
         bases = {"A": bases["G"], "G": bases["A"]}
     (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
     rotated = rotate(grads, bases) if bases else grads

@@ -23,8 +23,7 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Return a graph of what a function launches on a device, and what it returned. Nothing is run.
 
-    Unlike ``torch.cuda.graph`` it leaves the cached memory alone: tensors that lie in the same place at each step shall
-    go on to do so.
+    Unlike ``torch.cuda.graph`` it leaves the cached memory alone, which the next step wants again.
     """
     graph = torch.cuda.CUDAGraph()
     if device not in _STREAMS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +63,8 @@ class Runner:
         self.counters: dict[str, int] = {"refreshes": 0, **dict.fromkeys(RUNGS, 0)}
         self.device: dict[str, Tensor] = {}
         """Counters and norms that live on the device."""
-        self._health, self._error = health.Watch(), cast(BaseException | None, None)
+        self._health = health.Watch()
+        self._error: BaseException | None = None
         self._last_reduced: reduce.Reduced | None = None
         self._rows_seen: dict[str, float] = {}
         """Most rows of a layer in a step since the last refresh; -1: not known to the host."""
