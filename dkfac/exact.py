@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from dkfac.engine import reaches
 from dkfac.settings import ExactLoss
-from dkfac.tape import Tape, reaches
+from dkfac.tape import Tape
 
 
 def check_output(output: Tensor, loss: ExactLoss, *, by_token: bool) -> None:

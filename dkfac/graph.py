@@ -29,7 +29,7 @@ LARGE = 2**22
 
 
 class StatisticsGraph:
-    """The sums of the calls that waited for the step. Their inputs and gradients were copied to one place."""
+    """The sums of the calls that waited for the step. Their inputs and gradients are copied to one place."""
 
     def __init__(self) -> None:
         self._captured = Captured()
@@ -46,6 +46,7 @@ class StatisticsGraph:
             runner.tape.guarded(lambda: self._sum(waiting, calls))
 
     def _sum(self, waiting: Waiting, calls: list[Call]) -> None:
+        waiting.stage(calls)
         groups, device = waiting.groups(calls), calls[0].x.device
         key = tuple([(c.layer.name, c.alike, *((t.data_ptr(), t.stride()) for t in (c.x, c.g))) for c in calls])
         found = self._captured.run([key], lambda: [waiting.products(group) for group in groups], device)

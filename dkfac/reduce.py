@@ -11,9 +11,7 @@ from torch import Tensor
 from dkfac import stages
 from dkfac.comm.collectives import Pending
 from dkfac.exchange import Exchange, Named
-from dkfac.ops import many
 from dkfac.ops.decompose import mean_eigenvalue
-from dkfac.ops.fused import absorb_
 from dkfac.plan.plan import Placement
 from dkfac.plan.program import HEADER_FIXED, Part, Transfer
 from dkfac.plan.spec import LayerSpec
@@ -24,107 +22,6 @@ if TYPE_CHECKING:
 
 Factors = dict[str, dict[str, Tensor]]
 """Batch factors, and moments, by layer and key."""
-
-
-def absorb_alone(runner: Runner, measured: Measured, good: Tensor, decay: float) -> Tensor:
-    """Absorb this rank's own sums into the running factors, those of one shape together, unless anything in them is not
-    finite; returns whether it was good."""
-    scale = scale_alone(runner, measured)
-    found = []
-    everything: list[Tensor] = []
-    for stack in runner.stacks:
-        sums = [measured.layers.get(layer.name) for layer in stack.layers]
-        for factor in stack.layers[0].spec.factors:
-            key = factor.key
-            totals = [None if s is None else s.factors.pop(key, None) for s in sums]
-            present = [t for t in totals if t is not None]
-            if not present:
-                continue
-            everything += present
-            scales: list[Tensor | float] = [scale] * len(stack)
-            if key == "A":
-                scales = [1.0 if s is None or _is_zero(s.rows) else 1 / s.rows for s in sums]
-            found.append((stack, key, totals, scales))
-    moments = {name: s.moments for name, s in measured.layers.items() if s.moments is not None}
-    everything += moments.values()
-    if everything:
-        good = good & _all_finite(everything, good.device)
-    loose = [s for _, _, _, scales in found for s in scales if isinstance(s, Tensor)]
-    if loose:  # a division by no rows or no terms
-        good = good & torch.isfinite(torch.stack([s.reshape(()).to(good.device, torch.float64) for s in loose])).all()
-    flags = good.expand(max((len(stack) for stack in runner.stacks), default=1)).contiguous()
-    whole: list[Tensor] = []
-    together: list[tuple[Tensor, Tensor, float]] = []
-    for stack, key, totals, scales in found:
-        ran = tuple(t is not None for t in totals)
-        names = {layer.name for layer, has in zip(stack.layers, ran, strict=True) if has}
-        values, weights = stack.running(runner.states, key, names)
-        here = flags[: len(stack)].to(stack.device)
-        if all(ran):
-            whole.append(weights)
-        else:
-            here = here & stages.constant(ran, stack.device, torch.bool)
-            weights.copy_(torch.where(here, weights * decay + 1, weights))
-        numbers = [scale for scale in scales if not isinstance(scale, Tensor)]
-        if len(numbers) == len(scales) and many.usable(values, flags):
-            for layer, total, number in zip(stack.layers, totals, numbers, strict=True):
-                if total is not None:
-                    together.append((runner.states[layer.name].running[key].value, total.contiguous(), number))
-            continue
-        flat = (len(stack), -1)
-        absorb_(values.view(flat), _joined(totals, values).view(flat), decay, _vector(scales, values), here)
-    if together:
-        running, sums_of_all, factors = zip(*together, strict=True)
-        many.absorb(running, sums_of_all, decay, factors, good)
-    for place in {(w.device, w.dtype) for w in whole}:
-        alike = [w for w in whole if (w.device, w.dtype) == place]
-        kept = torch.full((), decay, device=place[0], dtype=place[1]).masked_fill_(~good.to(place[0]), 1.0)
-        torch._foreach_mul_(alike, kept)
-        one = flags.to(*place)  # a tensor instead of the list would be read by the host
-        torch._foreach_add_(alike, [one[: len(w)] for w in alike])
-    for name, moment in moments.items():
-        layer, state = runner.by_name[name], runner.states[name]
-        batch = {"moments": stages.batch_factor("moments", moment, 1.0, scale)}
-        stages.average(layer, state, batch, decay=decay, good=good)
-    return good
-
-
-def _is_zero(rows: Tensor | float) -> bool:
-    return not isinstance(rows, Tensor) and rows == 0
-
-
-def _all_finite(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Whether sums are finite, as a tensor. On a GPU one launch looks at all; elsewhere the diagonals do: a bad entry
-    is a bad row."""
-    if device.type == "cuda":
-        told = [n.to(device, torch.float32) for n in torch._foreach_norm(tensors, torch.inf)]
-    else:
-        square = [t.ndim == 3 and t.shape[-1] == t.shape[-2] for t in tensors]
-        told = [(t.diagonal(dim1=-2, dim2=-1) if s else t).sum().double() for t, s in zip(tensors, square, strict=True)]
-    return torch.isfinite(torch.stack(told)).all()
-
-
-def _joined(totals: list[Tensor | None], like: Tensor) -> Tensor:
-    """Return tensors one after the other, without a copy where they lie so already; zeros for those that lack."""
-    first = totals[0]
-    if first is not None and first.is_contiguous():
-        size = first.numel() * first.element_size()
-        if all(t is not None and t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(totals)):
-            inside = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
-            if inside >= len(totals) * size:
-                return first.as_strided((len(totals) * first.shape[0], *first.shape[1:]), first.stride())
-    blank = like[: len(like) // len(totals)]
-    return torch.cat([torch.zeros_like(blank) if t is None else t for t in totals])
-
-
-def _vector(values: list[Tensor | float], like: Tensor) -> Tensor:
-    """Return numbers, some of which may be on the device, as one tensor there."""
-    if not any(isinstance(value, Tensor) for value in values):
-        return stages.constant(tuple(values), like.device, like.dtype)
-    if all(value is values[0] for value in values):
-        return torch.as_tensor(values[0]).to(like.device, like.dtype).expand(len(values)).contiguous()
-    parts = [v if isinstance(v, Tensor) else torch.full((), v, device=like.device) for v in values]
-    return torch.stack([part.to(like.device, like.dtype) for part in parts])
 
 
 def scale_alone(runner: Runner, measured: Measured, mean_terms: Tensor | float | None = None) -> Tensor | float:

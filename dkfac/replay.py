@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 ALIGNED = 512
 """Bytes, as torch lays its tensors."""
+
+MOST_GRAPHS = 256
+"""Of functions of tensors that are copied; when there are more, all are captured anew."""
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 """Where graphs are captured that run one after the other. One for each device: cuBLAS keeps a workspace for each stream
@@ -100,6 +103,29 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, (tuple, float)) and one == other)
 
 
+class Staged:
+    """Functions of tensors that lie elsewhere each time: copied to a place that stays, where graphs read them.
+
+    One place and one memory serve all of them, so what a graph returned is copied once more before the next one runs.
+    """
+
+    def __init__(self) -> None:
+        self._inputs, self._results, self._pool = Arena(), Arena(), Pool()
+        self._graphs: dict[Any, Captured] = {}
+
+    def run(self, key: Any, function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
+        """Return what the function returns for some tensors. ``key``: all else that it depends on."""
+        self._inputs.clear()
+        self._results.clear()
+        copies = self._inputs.keep(*tensors)
+        if key not in self._graphs and len(self._graphs) == MOST_GRAPHS:
+            self._graphs.clear()
+        graph = self._graphs.setdefault(key, Captured(self._pool))
+        places = (self._results.address, *(copy.data_ptr() for copy in copies))
+        found = graph.run([places], lambda: self._results.keep(*function(*copies)), copies[0].device)
+        return list(torch._foreach_mul(found, 1.0))
+
+
 class Arena:
     """Memory for copies, which lie in the same place each time if they are made in the same order."""
 
@@ -108,25 +134,37 @@ class Arena:
         """Bytes; to set it back gives up the copies made since."""
         self._wanted = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._strides: dict[Any, tuple[int, ...]] = {}
+        self._places: dict[Any, Tensor] = {}
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy without gaps; in memory of its own if there is no room yet."""
-        form = (tensor.shape, tensor.stride())
-        if form not in self._strides:
-            self._strides[form] = torch.empty_like(tensor, device="meta").stride()
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def keep(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies without gaps; in memory of their own if there is no room yet. All are on one device."""
+        copies = [self._place(tensor) for tensor in tensors]
+        torch._foreach_copy_(copies, list(tensors))
+        return copies
+
+    def _place(self, tensor: Tensor) -> Tensor:
         begin = self.used + -self.used % ALIGNED
         end = self.used = begin + tensor.numel() * tensor.element_size()
+        form = (begin, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        found = self._places.get(form)
+        if found is not None:
+            return found
         self._wanted = max(self._wanted, end)
         if self._memory.device != tensor.device:
-            self._memory = self._memory.new_empty(0, device=tensor.device)
+            self._memory, self._places = self._memory.new_empty(0, device=tensor.device), {}
         if len(self._memory) < end:
-            return torch.empty_like(tensor).copy_(tensor)
-        place = self._memory[begin:end].view(tensor.dtype)
-        return place.as_strided(tensor.shape, self._strides[form]).copy_(tensor)
+            return torch.empty_like(tensor)
+        strides = torch.empty_like(tensor, device="meta").stride()
+        place = self._memory[begin:end].view(tensor.dtype).as_strided(tensor.shape, strides)
+        self._places[form] = place
+        return place
 
     def clear(self) -> None:
         """Give up all copies, and make room for as many as there were."""
         self.used = 0
         if len(self._memory) < self._wanted:
-            self._memory = self._memory.new_empty(self._wanted)
+            self._memory, self._places = self._memory.new_empty(self._wanted), {}

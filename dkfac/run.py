@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac import health, reduce, renew, shares, stages, updates
+from dkfac import absorb, health, reduce, renew, shares, stages, updates
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
 from dkfac.graph import StatisticsGraph, StepGraph, look_at_gradients, wants_graphs
@@ -207,7 +207,7 @@ class Runner:
         if self.exchange is None:
             if self.tape.waiting.hold:
                 self.statistics.sum(self, measured)
-            good = reduce.absorb_alone(self, measured, good, decay)
+            good = absorb.absorb(self, measured, good, decay)
         else:
             reduced = self._last_reduced = reduce.Reduced(self, self.exchange, measured, good)
             good = reduced.good

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
+from dkfac.engine import accumulator, reaches
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import Rows, Sample, rows_of
 from dkfac.ops.decompose import Eigen
@@ -25,10 +25,11 @@ from dkfac.window import Measured, Sums, Terms, Window
 if TYPE_CHECKING:
     from dkfac.overlap import Overlap
 
+TIMED = 8
+"""On CUDA one measured step in so many is timed, after as many: events around each call cost the host time."""
+
 NEVER_STEPPED = 500
 """Backward passes without a step after which something must be wrong."""
-
-_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 
 class Tape:
@@ -61,10 +62,12 @@ class Tape:
         self.waiting = Waiting(self)
         self.may_wait = self.waits = True
         """Whether calls may be summed later than they are recorded."""
+        kinds = settings.weight_sharing, settings.fisher, settings.curvature == "ekfac"
+        self._is_plain = kinds == ("expand", "empirical", False)
         self._lock = threading.RLock()
         self._task = -1
         self._counted = False
-        self._num_passes_without_step = 0
+        self._num_passes_without_step = self._num_windows = 0
 
     def set_terms(self, number: Tensor | float, mask: Tensor | None) -> None:
         """Say what the next measured backward pass is a mean over."""
@@ -101,11 +104,12 @@ class Tape:
         one is seen first: it recomputes a forward, or runs the hook, that starts the inner one.
         """
         task = torch._C._current_graph_task_id()
-        with self._lock:
-            self._enter(task)
+        if self._task == -1 and task != -1:
+            with self._lock:
+                self._enter(task)
 
     def _enter(self, task: int) -> None:
-        if self._task != -1 or task == -1:
+        if self._task != -1:
             return
         self._task, self._counted = task, False
         self._terms = None
@@ -232,7 +236,7 @@ class Tape:
         if kept is None or kept[0] is not weight or kept[1:3] != (weight.dtype, weight.device):
             if not weight.requires_grad:
                 return False
-            kept = self._nodes[id(weight)] = (weight, weight.dtype, weight.device, _node(weight))
+            kept = self._nodes[id(weight)] = (weight, weight.dtype, weight.device, accumulator(weight))
         return reaches(weight, kept[3])
 
     def _may_wait(self, name: str) -> bool:
@@ -240,12 +244,10 @@ class Tape:
         return (
             self.waits
             and self.may_wait
+            and self._is_plain
             and self.mask is None
-            and self.settings.weight_sharing == "expand"
-            and self.settings.fisher == "empirical"
-            and self.settings.curvature == "kfac"
             and (self.overlap is None or not self.overlap.active)
-            and all(other != name for other, _ in self.as_rows)
+            and (not self.as_rows or all(other != name for other, _ in self.as_rows))
         )
 
     def gradient_scale(self) -> Tensor | float:
@@ -268,6 +270,9 @@ class Tape:
         window, unit = self.window, self.unit()
         self.window, self._task = Window(), -1
         self._num_passes_without_step = 0
+        self._num_windows += 1
+        timed = self._num_windows % TIMED == 0
+        self.timer.weights["capture"] = 1 if self._num_windows < TIMED else TIMED * timed
         if self.overlap is not None:
             self.overlap.end()
         return Measured({} if window.is_spoilt else window.layers, window.terms, window.num_passes, unit)
@@ -323,25 +328,6 @@ class Tape:
             sums.pieces.setdefault(key, []).append(value)
         else:
             sums.add(key, value)
-
-
-def reaches(weight: Tensor, node: Any = None) -> bool:
-    """Whether the backward pass that runs now also computes this weight's gradient.
-
-    One for the input alone (adversarial examples, saliency) passes through the layer and must not count. ``node``: what
-    accumulates the gradient, if known.
-    """
-    if not weight.requires_grad:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(_node(weight) if node is None else node))
-    except RuntimeError:  # autograd.grad with the weight among its inputs
-        return True
-
-
-def _node(weight: Tensor) -> Any:
-    with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):  # a compiled backward runs us below autograd
-        return get_gradient_edge(weight).node
 
 
 def _here(value: Tensor | float, like: Tensor | float) -> Tensor | float:

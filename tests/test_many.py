@@ -113,9 +113,22 @@ def test_absorb_adds_the_scaled_totals_if_good(device, good):
     before = [v.clone() for v in values]
     if not good:
         totals[1][0, 4, 4] = torch.nan
-    many.absorb(values, totals, 0.95, scale.tolist(), torch.tensor(good, device=device))
+    given = many.Totals(values, totals, scale.tolist())
+    assert bool(given.are_finite()) == good
+    given.absorb(0.95, torch.tensor(good, device=device))
     for value, old, total, s in zip(values, before, totals, scale, strict=True):
         assert same_bits(value, 0.95 * old + s * total if good else old)
+
+
+@every_device
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("place", [(0, 0, 0), (3, 0, 6), (3, 1, 0), (1, 0, 2399)])
+def test_one_bad_entry_anywhere_is_found(device, bad, place, monkeypatch):
+    monkeypatch.setattr(many, "MOST_PROGRAMS", 2)
+    totals = [random(device, 2, n, seed=n) for n in (3, 2400, 1, 7)]
+    totals[place[0]][place[1:]] = bad
+    given = many.Totals([t.clone() for t in totals], totals, [1.0] * 4)
+    assert bool(given.are_finite()) == (bad == 3e38)
 
 
 def test_neighbours_are_merged_only_where_they_lie_so_in_both():
@@ -145,11 +158,12 @@ from triton.compiler import ASTSource
 from dkfac.ops import kernels, many
 
 KINDS = {"raw": "*fp32", "update": "*fp32", "scale": "*fp32", "pointers": "*i64", "meta": "*i64", "table": "*i64"}
-KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32"}
+KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32"}
 for kernel, constants in (
     (many._move_kernel, {"OUT": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}),
     (many._move_kernel, {"OUT": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}),
     (many._absorb_kernel, {"BLOCK": 1024}),
+    (many._finite_kernel, {"BLOCK": 1024}),
 ):
     kernel = kernels.compiled(kernel)
     signature = {n: "constexpr" if n in constants else KINDS.get(n, "i32") for n in kernel.arg_names}
@@ -163,4 +177,4 @@ for kernel, constants in (
 def test_the_kernels_compile_for_a_gpu_without_fused_rounding(tmp_path):
     """The interpreter runs what the compiler refuses."""
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["False", "True"] * 3
+    assert said.split() == ["False", "True"] * 4

@@ -2,7 +2,8 @@
 
 import torch
 
-from dkfac.replay import Arena
+from dkfac import replay
+from dkfac.replay import Arena, Staged
 
 
 def rows(*shape, dtype=torch.float32):
@@ -21,7 +22,7 @@ FORMS = [
 def test_copies_made_in_the_same_order_lie_in_the_same_place_and_do_not_overlap():
     arena, places = Arena(), []
     for _ in range(4):
-        copies = [arena.keep(t) for t in FORMS]
+        copies = arena.keep(*FORMS)
         for copy, tensor in zip(copies, FORMS, strict=True):
             assert torch.equal(copy, tensor)
             assert copy.stride() == torch.empty_like(tensor).stride()
@@ -35,20 +36,48 @@ def test_what_was_given_up_is_used_again():
     arena = Arena()
     arena.keep(rows(100, 100))
     arena.clear()
-    kept = arena.keep(FORMS[3])
+    (kept,) = arena.keep(FORMS[3])
     before = arena.used
-    first = arena.keep(FORMS[2])
+    (first,) = arena.keep(FORMS[2])
     arena.used = before
-    second = arena.keep(FORMS[2])
+    (second,) = arena.keep(FORMS[2])
     assert first.data_ptr() == second.data_ptr() != kept.data_ptr()
     assert torch.equal(kept, FORMS[3])
 
 
 def test_copies_without_room_are_as_good():
     arena = Arena()
-    small = arena.keep(FORMS[3])
+    (small,) = arena.keep(FORMS[3])
     arena.clear()
-    large = [arena.keep(t) for t in (FORMS[3], rows(100, 100))]
+    large = arena.keep(FORMS[3], rows(100, 100))
     assert torch.equal(large[0], FORMS[3])
     assert torch.equal(large[1], rows(100, 100))
     assert small.data_ptr() != large[0].data_ptr()
+
+
+def test_a_staged_function_sees_what_it_was_given_and_its_results_stay(monkeypatch):
+    """Graphs are acted: a replay runs what was captured again, on the memory that it was captured with."""
+    captured = []
+
+    class Acted:
+        def __init__(self, function):
+            self.function, self.found = function, function()
+
+        def replay(self):
+            for old, new in zip(self.found, self.function(), strict=True):
+                old.copy_(new)
+
+    def capture(self, function, device):
+        captured.append(Acted(function))
+        return captured[-1], captured[-1].found
+
+    monkeypatch.setattr(replay.Pool, "capture", capture)
+    staged, sizes, kept = Staged(), [(3, 4), (30, 4), (5, 6), (300, 7)], []
+    for i in range(12):
+        for n, size in enumerate(sizes[: 2 + i // 4]):  # larger ones come later: what there is room for moves
+            x, y = (torch.randn(size, generator=torch.Generator().manual_seed(10 * i + n + k)) for k in (0, 5))
+            kept.append((x, y, staged.run(n, lambda a, b: (a.mT @ b, a + b), x, y)))
+    assert len(captured) >= len(sizes)
+    for x, y, (product, total) in kept:
+        assert torch.equal(product, x.mT @ y)
+        assert torch.equal(total, x + y)

@@ -76,15 +76,15 @@ def rows_of(
     batch_dim: int,
     batch_stats: bool,
     sample: Sample = ALL,
-    whole: bool = False,
+    patch_bytes: int = PATCH_BYTES,
 ) -> Iterator[Rows]:
-    """Yield the rows of one call of a layer, a piece of the batch at a time unless ``whole``."""
+    """Yield the rows of one call of a layer, of a convolution a piece of the batch at a time: see ``PATCH_BYTES``."""
     match layer.kind:
         case "linear" | "conv1d-transposed":
             a, g = (_sequence(t, examples, batch_dim).unsqueeze(2) for t in (x, g))
             yield _sampled(Rows(a, g, examples), sample)
         case "conv":
-            yield from _conv_rows(layer.module, x, g, examples, sample, whole)
+            yield from _conv_rows(layer.module, x, g, examples, sample, patch_bytes)
         case "embedding":
             index = _sequence(x.unsqueeze(-1), examples, batch_dim).squeeze(-1)
             rows = _sequence(g, examples, batch_dim)
@@ -157,7 +157,7 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: Sample, whole: bool) -> Iterator[Rows]:
+def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: Sample, room: int) -> Iterator[Rows]:
     assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     num_spatial = len(module.kernel_size)
     if x.ndim == num_spatial + 1:
@@ -170,7 +170,7 @@ def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: S
         begin, end = (edge * images for edge in block_of(examples, sample))
         x, g, examples = x[begin:end], g[begin:end], (end - begin) // images
     bytes_per_image = max(1, positions * module.in_channels * strip_taps(module) * x.element_size())
-    step = x.shape[0] if whole else max(1, PATCH_BYTES // (bytes_per_image * images)) * images
+    step = max(1, room // (bytes_per_image * images)) * images
     for start in range(0, x.shape[0], step):
         piece = g[start : start + step]
         grad = piece.reshape(piece.shape[0], module.groups, -1, positions).permute(0, 3, 1, 2)

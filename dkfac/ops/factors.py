@@ -73,7 +73,7 @@ def gram_of_rows(rows_RD: Tensor, *, ones: bool, dtype: torch.dtype, scale: floa
     total = _column_sums(rows_RD.unsqueeze(0), dtype)[0] * scale
     full[0, :-1, -1] = total
     full[0, -1, :-1] = total
-    full[0, -1, -1] = scale * len(rows_RD)
+    full[0, -1, -1].fill_(scale * len(rows_RD))  # an assignment there would wait for the device
     return full
 
 

@@ -108,18 +108,31 @@ def _move(
     )  # fmt: skip
 
 
-def absorb(
-    values: Sequence[Tensor], totals: Sequence[Tensor], decay: float, scales: Sequence[float], good: Tensor
-) -> None:
-    """Set each value to ``decay value + scale total`` if ``good``, which is one flag. All are contiguous."""
-    assert all(v.shape == t.shape for v, t in zip(values, totals, strict=True))
-    assert all(t.is_contiguous() for t in (*values, *totals))
-    sizes = [value.numel() for value in values]
-    table = [n for v, t, size in zip(values, totals, sizes, strict=True) for n in (v.data_ptr(), t.data_ptr(), size)]
-    programs = min(MOST_PROGRAMS, -(-max(sizes, default=0) // BLOCK))
-    pinned = on_its_way(table, good.device), on_its_way(scales, good.device, torch.float32)
-    there, scale = (t.to(good.device, non_blocking=True) for t in pinned)
-    kernels.launch(_absorb_kernel, len(values) * programs, there, scale, good, decay, programs, BLOCK=BLOCK)
+class Totals:
+    """Values ``v`` and the totals ``t`` that are to be added to them, all contiguous: ``v <- decay v + scale t``."""
+
+    def __init__(self, values: Sequence[Tensor], totals: Sequence[Tensor], scales: Sequence[float]) -> None:
+        assert all(v.shape == t.shape for v, t in zip(values, totals, strict=True))
+        assert all(t.is_contiguous() for t in (*values, *totals))
+        self._used, device = (values, totals), values[0].device
+        sizes = [value.numel() for value in values]
+        numbers = zip(values, totals, sizes, strict=True)
+        table = [n for v, t, size in numbers for n in (v.data_ptr(), t.data_ptr(), size)]
+        self._programs = min(MOST_PROGRAMS, -(-max(sizes) // BLOCK))
+        pinned = on_its_way(table, device), on_its_way(scales, device, torch.float32)
+        self._table, self._scale = (t.to(device, non_blocking=True) for t in pinned)
+
+    def are_finite(self) -> Tensor:
+        """Whether all totals are, as a flag on the device."""
+        flag = torch.ones((), dtype=torch.int32, device=self._table.device)
+        count = len(self._scale) * self._programs
+        kernels.launch(_finite_kernel, count, self._table, flag, self._programs, BLOCK=BLOCK)
+        return flag > 0
+
+    def absorb(self, decay: float, good: Tensor) -> None:
+        """Add them if ``good``, which is one flag."""
+        count, programs = len(self._scale) * self._programs, self._programs
+        kernels.launch(_absorb_kernel, count, self._table, self._scale, good, decay, programs, BLOCK=BLOCK)
 
 
 # The kernels. Elements of an item are counted in 32 bits, addresses in 64.
@@ -158,6 +171,18 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             tl.store(outer + there, found, mask=inside)
         else:
             tl.store(raw + here, tl.load(outer + there, mask=inside, other=0.0), mask=inside)
+
+
+def _finite_kernel(table, flag, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    item = tl.program_id(0) // programs
+    total = tl.load(table + 3 * item + 1).to(tl.pointer_type(tl.float32))
+    size = tl.load(table + 3 * item + 2)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    for begin in range((tl.program_id(0) % programs).to(tl.int64) * BLOCK, size, programs * BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        found = tl.load(total + place, mask=place < size, other=0.0)
+        bad += tl.where(tl.abs(found) <= 3.4028234663852886e38, 0.0, 1.0)
+    tl.store(flag, 0, mask=tl.sum(bad) > 0)
 
 
 def _absorb_kernel(table, scale, good, decay, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
