@@ -66,16 +66,17 @@ def _by_kernel(runner: Runner, found: list[Total], good: Tensor) -> tuple[many.T
     """Return the sums that one launch absorbs, and the others. All have running factors from now on."""
     values, totals, scales, apart = list[Tensor](), list[Tensor](), list[float](), list[Total]()
     for stack, key, sums, factors in found:
-        names = {layer.name for layer, total in zip(stack.layers, sums, strict=True) if total is not None}
+        ran = _ran(sums)
+        names = {layer.name for layer, has in zip(stack.layers, ran, strict=True) if has}
         common, weights = stack.running(runner.states, key, names)
         if any(isinstance(factor, Tensor) for factor in factors) or not many.usable(common, good):
             apart.append((stack, key, sums, factors))
             continue
         one = stages.constant((1.0,) * len(stack), stack.device, weights.dtype)
-        runs = [slice(len(stack))] if all(_ran(sums)) else [slice(i, i + 1) for i, r in enumerate(_ran(sums)) if r]
-        values += [weights[run] for run in runs]
-        totals += [one[run] for run in runs]
-        scales += [1.0] * len(runs)
+        counted = [(weights, one)] if all(ran) else [(weights[i], one[i]) for i, has in enumerate(ran) if has]
+        values += [weight for weight, _ in counted]
+        totals += [one for _, one in counted]
+        scales += [1.0] * len(counted)
         for layer, total, factor in zip(stack.layers, sums, factors, strict=True):
             if total is not None:
                 values.append(runner.states[layer.name].running[key].value)

@@ -18,40 +18,12 @@ from dkfac.ops.fused import finish_
 from dkfac.ops.precision import tf32
 from dkfac.replay import Captured
 from dkfac.stacks import Stack, write_back
-from dkfac.waiting import Call, Waiting
-from dkfac.window import Measured
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
 
 LARGE = 2**22
 """Elements of a gradient of no layer's from which on it is not copied but looked at where it is."""
-
-
-class StatisticsGraph:
-    """The sums of the calls that waited for the step. Their inputs and gradients are copied to one place."""
-
-    def __init__(self) -> None:
-        self._captured = Captured()
-
-    def sum(self, runner: Runner, measured: Measured) -> None:
-        """Sum what waits, from a graph if it is what waited before."""
-        waiting = runner.tape.waiting
-        calls = waiting.take()
-        spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
-        if spoilt is not None:
-            runner.tape.stop_waiting(spoilt)
-            measured.layers.clear()
-        elif calls:
-            runner.tape.guarded(lambda: self._sum(waiting, calls))
-
-    def _sum(self, waiting: Waiting, calls: list[Call]) -> None:
-        waiting.stage(calls)
-        groups, device = waiting.groups(calls), calls[0].x.device
-        key = tuple([(c.layer.name, c.alike, *((t.data_ptr(), t.stride()) for t in (c.x, c.g))) for c in calls])
-        found = self._captured.run([key], lambda: [waiting.products(group) for group in groups], device)
-        for group, sums in zip(groups, found, strict=True):
-            waiting.give(group, *sums)
 
 
 class StepGraph:

@@ -113,16 +113,16 @@ class Staged:
         self._inputs, self._results, self._pool = Arena(), Arena(), Pool()
         self._graphs: dict[Any, Captured] = {}
 
-    def run(self, key: Any, function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
-        """Return what the function returns for some tensors. ``key``: all else that it depends on."""
+    def run(self, key: Any, function: Callable[..., Sequence[Tensor]], *groups: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the function returns for groups of tensors, each as one. ``key``: all else that it depends on."""
         self._inputs.clear()
         self._results.clear()
-        copies = self._inputs.keep(*tensors)
+        copies = self._inputs.keep(*groups)
         if key not in self._graphs and len(self._graphs) == MOST_GRAPHS:
             self._graphs.clear()
         graph = self._graphs.setdefault(key, Captured(self._pool))
-        places = (self._results.address, *(copy.data_ptr() for copy in copies))
-        found = graph.run([places], lambda: self._results.keep(*function(*copies)), copies[0].device)
+        places = (self._results.address, *((copy.data_ptr(), copy.stride()) for copy in copies))
+        found = graph.run([places], lambda: self._results.keep(*([t] for t in function(*copies))), copies[0].device)
         return list(torch._foreach_mul(found, 1.0))
 
 
@@ -134,34 +134,52 @@ class Arena:
         """Bytes; to set it back gives up the copies made since."""
         self._wanted = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[Any, Tensor] = {}
+        self._places: dict[Any, tuple[Tensor, list[Tensor]]] = {}
 
     @property
     def address(self) -> int:
         return self._memory.data_ptr()
 
-    def keep(self, *tensors: Tensor) -> list[Tensor]:
-        """Return copies without gaps; in memory of their own if there is no room yet. All are on one device."""
-        copies = [self._place(tensor) for tensor in tensors]
-        torch._foreach_copy_(copies, list(tensors))
-        return copies
+    def keep(self, *groups: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies without gaps; in memory of their own if there is no room yet. All are on one device.
 
-    def _place(self, tensor: Tensor) -> Tensor:
+        The tensors of a group are of one form, and their copies one tensor: one after the other along the first
+        dimension.
+        """
+        found, parts, tensors = list[Tensor](), list[Tensor](), list[Tensor]()
+        for group in groups:
+            whole, places = self._place(group[0], len(group))
+            found.append(whole)
+            parts += places
+            tensors += group
+        torch._foreach_copy_(parts, tensors)
+        return found
+
+    def _place(self, tensor: Tensor, number: int) -> tuple[Tensor, list[Tensor]]:
         begin = self.used + -self.used % ALIGNED
-        end = self.used = begin + tensor.numel() * tensor.element_size()
-        form = (begin, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        end = self.used = begin + number * tensor.nbytes
+        form = (begin, number, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         found = self._places.get(form)
         if found is not None:
             return found
         self._wanted = max(self._wanted, end)
         if self._memory.device != tensor.device:
             self._memory, self._places = self._memory.new_empty(0, device=tensor.device), {}
-        if len(self._memory) < end:
-            return torch.empty_like(tensor)
-        strides = torch.empty_like(tensor, device="meta").stride()
-        place = self._memory[begin:end].view(tensor.dtype).as_strided(tensor.shape, strides)
-        self._places[form] = place
-        return place
+        has_room = len(self._memory) >= end
+        flat = self._memory[begin:end].view(tensor.dtype) if has_room else tensor.new_empty(number * tensor.numel())
+        like = torch.empty_like(tensor, device="meta")
+        if number == 1:
+            whole = flat.as_strided(tensor.shape, like.stride())
+            found = whole, [whole]
+        else:
+            first = tensor.shape[0]
+            if like.stride(0) * first != tensor.numel():
+                like = like.contiguous()
+            whole = flat.as_strided((number * first, *tensor.shape[1:]), like.stride())
+            found = whole, list(torch.split(whole, first))
+        if has_room:
+            self._places[form] = found
+        return found
 
     def clear(self) -> None:
         """Give up all copies, and make room for as many as there were."""

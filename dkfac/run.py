@@ -15,7 +15,7 @@ from torch import Tensor
 from dkfac import absorb, health, reduce, renew, shares, stages, updates
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
-from dkfac.graph import StatisticsGraph, StepGraph, look_at_gradients, wants_graphs
+from dkfac.graph import StepGraph, look_at_gradients, wants_graphs
 from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
 from dkfac.ops.decompose import Decomposition
@@ -53,7 +53,7 @@ class Runner:
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.renewal = renew.Renewal()
-        self.graph, self.statistics = StepGraph(), StatisticsGraph()
+        self.graph = StepGraph()
         self._refreshed_at = -1
         self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
         """Whether layers take their steps here, and the parameters that took one."""
@@ -84,7 +84,7 @@ class Runner:
         self.weights = [layer.weight for layer in self.layers]
         self._places = [(w.dtype, w.device) for w in self.weights]
         self.renewal.rewind()
-        self.uses_graphs = self.tape.waiting.hold = wants_graphs(self)
+        self.uses_graphs = self.tape.waiting.stages = wants_graphs(self)
 
     def settle(self) -> None:
         """Draw all conclusions from what was decomposed so far. Waits for the device."""
@@ -205,8 +205,6 @@ class Runner:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
         if self.exchange is None:
-            if self.tape.waiting.hold:
-                self.statistics.sum(self, measured)
             good = absorb.absorb(self, measured, good, decay)
         else:
             reduced = self._last_reduced = reduce.Reduced(self, self.exchange, measured, good)

@@ -130,13 +130,13 @@ class Tape:
 
     def leave(self) -> None:
         self._task = -1
-        self.guarded(self.waiting.end_pass)
+        self.guarded(self.waiting.flush)
         self.window.filled = not self._no_gradients()
 
     def stop_waiting(self, name: str) -> None:
         """Drop this step's sums, and sum each call at once from now on: a tensor that waited was changed in place."""
         self.window.is_spoilt = True
-        self.may_wait = self.waiting.hold = False
+        self.may_wait = False
         what = f"the input or the gradient of layer {name!r} was changed in place after its backward"
         warnings.warn(f"{what}: this step's statistics are dropped, later calls summed at once", stacklevel=2)
 
@@ -265,8 +265,7 @@ class Tape:
 
     def take(self) -> Measured:
         """Return what was measured since the last call and start anew."""
-        if not self.waiting.hold:
-            self.guarded(self.waiting.flush)
+        self.guarded(self.waiting.flush)
         window, unit = self.window, self.unit()
         self.window, self._task = Window(), -1
         self._num_passes_without_step = 0

@@ -21,7 +21,7 @@ from helpers_training import (
 )
 from torch import nn
 
-from dkfac import stages, waiting
+from dkfac import calls, stages
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -197,7 +197,7 @@ def raises_there(real, failing_step):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "step"), [(waiting, "rows_of", 2), (waiting, "rows_of", 0), (stages, "refresh", 4)]
+    ("module", "name", "step"), [(calls, "rows_of", 2), (calls, "rows_of", 0), (stages, "refresh", 4)]
 )
 @pytest.mark.parametrize("strategy", ["replicated", "comm-opt", "local"])
 def test_an_exception_on_one_rank_is_raised_on_all_in_the_same_step(strategy, module, name, step, monkeypatch):

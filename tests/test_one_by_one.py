@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dkfac
-from dkfac import waiting
+from dkfac import calls, waiting
 
 
 class Two(nn.Module):
@@ -156,13 +156,13 @@ def test_layers_with_the_same_input_share_its_products(change, monkeypatch):
     torch.manual_seed(0)
     model = Attention(change).double()
     x, y = torch.randn(6, 3, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    products, real = [], waiting.gram_of_rows
+    products, real = [], calls.gram_of_rows
 
     def counted(rows, **options):
         products.append(rows.shape[1] + options["ones"])
         return real(rows, **options)
 
-    monkeypatch.setattr(waiting, "gram_of_rows", counted)
+    monkeypatch.setattr(calls, "gram_of_rows", counted)
     with dkfac.KFAC(model, announce=False, factor_decay=0.5) as kfac:
         for _ in range(2):  # twice: sums must not be shared with what is done to them
             products.clear()
@@ -209,14 +209,15 @@ def test_a_shared_input_is_neither_added_to_nor_of_another_precision(monkeypatch
             torch.testing.assert_close(kfac.factors()[name]["A"], a.mT @ a / len(a), rtol=1e-6, atol=1e-6)
 
 
-def test_a_step_whose_inputs_were_overwritten_counts_for_nothing():
+def test_a_step_whose_inputs_were_overwritten_counts_for_nothing(monkeypatch):
     """Not half of it: the passes that follow are of the same step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     with dkfac.KFAC(model, announce=False, factor_interval=1, accumulate="mean", factor_decay=0.5) as kfac:
         x = torch.randn(8, 3)
-        kfac._tape.waiting.end_pass = lambda: None  # as on a GPU, where calls wait for the step
-        (model(x).square().mean() / 2).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(kfac._tape.waiting, "flush", lambda: None)  # as in the pass
+            (model(x).square().mean() / 2).backward()
         with torch.no_grad():
             x.mul_(3)
         with pytest.warns(UserWarning, match="changed in place"):

@@ -1,5 +1,6 @@
 """What graphs are given to work on; the graphs themselves are tested on a GPU."""
 
+import pytest
 import torch
 
 from dkfac import replay
@@ -22,7 +23,7 @@ FORMS = [
 def test_copies_made_in_the_same_order_lie_in_the_same_place_and_do_not_overlap():
     arena, places = Arena(), []
     for _ in range(4):
-        copies = arena.keep(*FORMS)
+        copies = arena.keep(*([t] for t in FORMS))
         for copy, tensor in zip(copies, FORMS, strict=True):
             assert torch.equal(copy, tensor)
             assert copy.stride() == torch.empty_like(tensor).stride()
@@ -34,22 +35,22 @@ def test_copies_made_in_the_same_order_lie_in_the_same_place_and_do_not_overlap(
 
 def test_what_was_given_up_is_used_again():
     arena = Arena()
-    arena.keep(rows(100, 100))
+    arena.keep([rows(100, 100)])
     arena.clear()
-    (kept,) = arena.keep(FORMS[3])
+    (kept,) = arena.keep([FORMS[3]])
     before = arena.used
-    (first,) = arena.keep(FORMS[2])
+    (first,) = arena.keep([FORMS[2]])
     arena.used = before
-    (second,) = arena.keep(FORMS[2])
+    (second,) = arena.keep([FORMS[2]])
     assert first.data_ptr() == second.data_ptr() != kept.data_ptr()
     assert torch.equal(kept, FORMS[3])
 
 
 def test_copies_without_room_are_as_good():
     arena = Arena()
-    (small,) = arena.keep(FORMS[3])
+    (small,) = arena.keep([FORMS[3]])
     arena.clear()
-    large = arena.keep(FORMS[3], rows(100, 100))
+    large = arena.keep([FORMS[3]], [rows(100, 100)])
     assert torch.equal(large[0], FORMS[3])
     assert torch.equal(large[1], rows(100, 100))
     assert small.data_ptr() != large[0].data_ptr()
@@ -76,8 +77,19 @@ def test_a_staged_function_sees_what_it_was_given_and_its_results_stay(monkeypat
     for i in range(12):
         for n, size in enumerate(sizes[: 2 + i // 4]):  # larger ones come later: what there is room for moves
             x, y = (torch.randn(size, generator=torch.Generator().manual_seed(10 * i + n + k)) for k in (0, 5))
-            kept.append((x, y, staged.run(n, lambda a, b: (a.mT @ b, a + b), x, y)))
+            kept.append((x, y, staged.run(n, lambda a, b: (a.mT @ b, a + b), [x], [y])))
     assert len(captured) >= len(sizes)
     for x, y, (product, total) in kept:
         assert torch.equal(product, x.mT @ y)
         assert torch.equal(total, x + y)
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_the_copies_of_a_group_are_one_tensor(form):
+    arena, group = Arena(), [FORMS[form] * n for n in (1, 2, 3)]
+    for _ in range(3):
+        other, whole = arena.keep([rows(5)], group)
+        assert torch.equal(whole, torch.cat(group))
+        assert torch.equal(other, rows(5))
+        assert whole.is_contiguous() or whole.is_contiguous(memory_format=torch.channels_last)
+        arena.clear()

@@ -112,10 +112,9 @@ class Totals:
     """Values ``v`` and the totals ``t`` that are to be added to them, all contiguous: ``v <- decay v + scale t``."""
 
     def __init__(self, values: Sequence[Tensor], totals: Sequence[Tensor], scales: Sequence[float]) -> None:
-        assert all(v.shape == t.shape for v, t in zip(values, totals, strict=True))
-        assert all(t.is_contiguous() for t in (*values, *totals))
         self._used, device = (values, totals), values[0].device
         sizes = [value.numel() for value in values]
+        assert sizes == [total.numel() for total in totals]
         numbers = zip(values, totals, sizes, strict=True)
         table = [n for v, t, size in numbers for n in (v.data_ptr(), t.data_ptr(), size)]
         self._programs = min(MOST_PROGRAMS, -(-max(sizes) // BLOCK))
