@@ -80,7 +80,7 @@ def _by_kernel(runner: Runner, found: list[Total], good: Tensor) -> tuple[many.T
         for layer, total, factor in zip(stack.layers, sums, factors, strict=True):
             if total is not None:
                 values.append(runner.states[layer.name].running[key].value)
-                totals.append(total.contiguous())
+                totals.append(total.to(common.device, common.dtype).contiguous())
                 scales.append(float(factor))
     return many.Totals(values, totals, scales) if values else None, apart
 

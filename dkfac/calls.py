@@ -64,6 +64,12 @@ class Call:
     """How often input and gradient had been changed in place."""
 
     @property
+    def weight(self) -> float:
+        """Of G."""
+        weight: float = self.alike[-1]
+        return weight
+
+    @property
     def is_intact(self) -> bool:
         return self.versions == (version(self.x), version(self.g))
 
@@ -99,15 +105,18 @@ def products(
     parts: int,
     settings: Settings,
     *,
+    weight: float,
     inputs: Tensor | None = None,
     patch_bytes: int = 2**62,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums for A and for G of ``parts`` calls that are alike, one call's after the other's.
 
-    ``x`` and ``g``: theirs, one after the other. ``inputs``: the sum for A, if it is known and the layer is pointwise.
-    ``patch_bytes``: a convolution's patches are formed for so many examples at a time that they fit in this.
+    ``x`` and ``g``: theirs, one after the other. ``weight``: of G. ``inputs``: the sum for A, if it is known and the
+    layer is pointwise. ``patch_bytes``: a convolution's patches are formed for so many examples of one call at a time
+    that they fit in this.
     """
-    layer, (*_, examples, weight) = call.layer, call.alike
+    layer, (*_, examples, _) = call.layer, call.alike
+    patch_bytes = patch_bytes if parts == 1 else 2**62  # a piece would not be so much of each call
     if parts == 1 and call.form.is_pointwise:
         if layer.kind == "conv":
             x, g = x.movedim(1, -1), g.movedim(1, -1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dkfac import stages
+from dkfac.adam_graph import AdamSteps
 from dkfac.ops import many
 from dkfac.ops.fused import finish_
 from dkfac.ops.precision import tf32
@@ -31,6 +32,7 @@ class StepGraph:
 
     def __init__(self) -> None:
         self._reading, self._writing = Captured(), Captured()
+        self._adam = AdamSteps()
         self._stacks: list[Stack] = []
         self._parameters: list[Tensor] = []
         self._forms: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -106,39 +108,59 @@ class StepGraph:
         if self._others:
             torch._foreach_copy_(self._views, stages.gradients(self._others))
 
-    def finish(self, runner: Runner, loss_scale: Any) -> bool:
-        """Turn the gradients read into updates and write them; False if not all layers can go together."""
+    def finish(self, runner: Runner, optimizer: Any) -> bool:
+        """Turn the gradients read into updates and write them, or step; False if not all layers can go together."""
         stacks, flat, good, before, told = runner.stacks, self._flat, self._good, self._before, self._told
-        joined = [stack.decompositions(runner.states) for stack in stacks]
-        is_ready = all(stages.is_ready(layer, runner.states[layer.name]) for layer in runner.layers)
-        if not is_ready or any(d is None or not stages.is_uniform(d, runner.settings) for d in joined):
+        bound = self._bound(runner, optimizer)
+        if bound is None:
             self._stacks = []  # others will write to the buffers
             return False
-        damping = stages.damping_values(runner.settings, runner.step)
-        objects: list[Any] = [d for found in joined if found is not None for d in found.values()]
-        if runner.settings.damping_mode == "relative":
-            objects += [mean for layer in runner.layers for mean in runner.states[layer.name].means.values()]
 
         def write() -> None:
             with tf32(runner.settings.tf32, flat.device):
-                updates = [stages.directions(stack, runner, stack.buffer) for stack in stacks]
+                if runner.is_adam:
+                    updates = [self._adam.directions(runner, stack, good) for stack in stacks]
+                else:
+                    updates = [stages.directions(stack, runner, stack.buffer) for stack in stacks]
             after = torch.cat([stack.norms(update) for stack, update in zip(stacks, updates, strict=True)])
             sane = torch.isfinite(after)
             after = torch.where(sane, after, before)
             scales = stages.scales(runner.settings.rescale, before, after, sane)
             told.copy_(torch.stack((before, after * scales)).square().sum(1).sqrt())
-            self._put(stacks, updates, scales, sane)
+            if runner.is_adam:
+                self._adam.take(stacks, updates, sane, good)
+            else:
+                self._put(stacks, updates, scales, sane)
+            self._put_others(scales)
 
-        self._writing.run([*stacks, *objects, flat, damping, self._items], write, flat.device)
+        self._writing.run([*stacks, *bound, flat, self._items], write, flat.device)
         if self._items is None:
             if self._others:
                 torch._foreach_copy_(stages.gradients(self._others), self._views)
-            write_back(stacks)
+            if not runner.is_adam:
+                write_back(stacks)
+        if runner.is_adam:
+            runner.stepped += self._adam.parameters
+        loss_scale = getattr(optimizer, "grad_scale", None)
         norms = told if loss_scale is None else told / loss_scale.to(told.device)
         runner.device["grad_norm"], runner.device["update_norm"] = norms.unbind()
         if self._large:
             stages.zero_where(~good, stages.gradients(self._large))
         return True
+
+    def _bound(self, runner: Runner, optimizer: Any) -> list[Any] | None:
+        """Return what the second half is bound to, None if it cannot be taken from a graph."""
+        joined = [stack.decompositions(runner.states) for stack in runner.stacks]
+        is_ready = all(stages.is_ready(layer, runner.states[layer.name]) for layer in runner.layers)
+        if not is_ready or any(d is None or not stages.is_uniform(d, runner.settings) for d in joined):
+            return None
+        bound: list[Any] = [d for found in joined if found is not None for d in found.values()]
+        if runner.is_adam:
+            steps = self._adam.prepare(runner, optimizer)
+            return None if steps is None else bound + steps
+        if runner.settings.damping_mode == "relative":
+            bound += [mean for layer in runner.layers for mean in runner.states[layer.name].means.values()]
+        return [*bound, stages.damping_values(runner.settings, runner.step)]
 
     def _put(self, stacks: list[Stack], updates: list[Tensor], scales: Tensor, sane: Tensor) -> None:
         """Bring updates to the right length, in the gradients themselves or, to be copied, in the buffers."""
@@ -150,9 +172,12 @@ class StepGraph:
                 finish_(stack.buffer.view(flat), update.view(flat), scale, is_sane, self._good)
             else:
                 many.scatter(self._pointers, self._items[i], stack.buffer, update, scale, is_sane, self._good)
+
+    def _put_others(self, scales: Tensor) -> None:
+        """Leave the gradients of no layer's as they are, or make zeros of them."""
         if self._items is None:
             self._flat.masked_fill_(~self._good, 0)
-        elif self._others:  # as they are, or zero
+        elif self._others:
             never = torch.zeros(1, dtype=torch.bool, device=self._good.device)
             many.scatter(self._pointers, self._items[-1], self._flat, self._flat, scales, never, self._good)
 

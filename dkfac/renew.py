@@ -10,6 +10,7 @@ decided is looked at ``PATIENCE`` steps later, when it has long arrived; what fa
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from typing import TYPE_CHECKING
@@ -137,6 +138,10 @@ class Renewal:
             torch.cuda.current_stream(device).wait_event(event)
         self._running.clear()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # what it writes to may be gone, and the device with it
+            self.join()
+
     def _launch(self, parts: list[Part], runner: Runner) -> None:
         """Decompose the running factors of some layers anew."""
         names: list[tuple[Layer, str]] = []
@@ -205,8 +210,9 @@ class Renewal:
 
 def _repair(runner: Runner, layer: Layer, key: str) -> None:
     """Decompose one factor the careful way, after a decomposition without a look went wrong."""
-    state, settings = runner.states[layer.name], runner.settings
-    ((found, rung),) = stages.decompose(layer, state, [key], settings, runner.step).values()
+    state, settings, device = runner.states[layer.name], runner.settings, layer.weight.device
+    with tf32(False, device), torch.autocast(device.type, enabled=False):
+        ((found, rung),) = stages.decompose(layer, state, [key], settings, runner.step).values()
     runner.counters[rung] += 1
     results = {} if found is None else {key: found}
     stages.adopt(layer, state, {key: rung}, results, settings.max_failures, runner.step)
@@ -214,7 +220,7 @@ def _repair(runner: Runner, layer: Layer, key: str) -> None:
 
 def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings) -> bool:
     """Whether a stack's decompositions can be improved in place: all are there and of the solver's own form."""
-    if settings.solver == "eigen" or settings.curvature != "kfac":
+    if settings.solver == "eigen" or settings.curvature == "ekfac":
         return False
     if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
         return False
@@ -246,14 +252,31 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
         damping = damping[here].flatten()
     shifts = factored_damping(means, damping)
     good: dict[str, Tensor] = {}
+    rotations: dict[str, Tensor] = {}
     for key, factor in factors.items():
         old = _part(joined[key], here, factor.shape)
         new, sound = _decompose(factor, old, shifts[key])
         for name, target in old.tensors().items():
             chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name], target)
+            if name == "vectors" and runner.is_adam:
+                rotations[key] = chosen.mT @ target
             target.copy_(chosen)
         good[key] = sound.view(-1, blocks).all(1)
+    if any(states[layer.name].moments is not None for layer in stack.layers):
+        _rotate(stack, stack.moments(states, "moments")[0][here], rotations)
     return good
+
+
+def _rotate(stack: Stack, moments: Tensor, rotations: dict[str, Tensor]) -> None:
+    """Bring second moments of some layers to their new bases, by the squared rotations: see ``rotate_moments``."""
+    down, across = stack.sizes
+    bare = moments[:, :down, :across]
+    found = bare
+    for key, rotation in rotations.items():
+        squares = rotation.square()
+        from_the_right = (key == "A") != stack.transposed
+        found = found @ squares.mT if from_the_right else squares @ found
+    bare.copy_(found)
 
 
 def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decomposition:

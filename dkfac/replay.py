@@ -16,6 +16,9 @@ ALIGNED = 512
 MOST_GRAPHS = 256
 """Of functions of tensors that are copied; when there are more, all are captured anew."""
 
+MOST_PLACES = 4096
+"""Of copies that are remembered; where lengths vary there is no end of them."""
+
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 """Where graphs are captured that run one after the other. One for each device: cuBLAS keeps a workspace for each stream
 that it has seen, and graphs captured on one stream share it."""
@@ -56,19 +59,18 @@ class Pool:
     """
 
     def __init__(self, *, own_stream: bool = False) -> None:
-        self._handle: Any = None
-        self._first: torch.cuda.CUDAGraph | None = None
         self._own_stream = own_stream
-        self._stream: torch.cuda.Stream | None = None
+        self._places: dict[torch.device, tuple[Any, torch.cuda.Stream | None, torch.cuda.CUDAGraph]] = {}
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Return a graph in this memory. A first one stays and keeps it, when all others have been let go."""
-        if self._handle is None:
-            if self._own_stream:
-                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._handle = torch.cuda.graph_pool_handle()
-            self._first, _ = capture(lambda: torch.zeros(1, device=device), self._handle, device, self._stream)
-        return capture(function, self._handle, device, self._stream)
+        if device not in self._places:
+            stream = torch.cuda.Stream(device) if self._own_stream else None  # type: ignore[no-untyped-call]
+            handle = torch.cuda.graph_pool_handle()
+            first, _ = capture(lambda: torch.zeros(1, device=device), handle, device, stream)
+            self._places[device] = handle, stream, first
+        handle, stream, _ = self._places[device]
+        return capture(function, handle, device, stream)
 
 
 class Captured:
@@ -113,8 +115,13 @@ class Staged:
         self._inputs, self._results, self._pool = Arena(), Arena(), Pool()
         self._graphs: dict[Any, Captured] = {}
 
-    def run(self, key: Any, function: Callable[..., Sequence[Tensor]], *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the function returns for groups of tensors, each as one. ``key``: all else that it depends on."""
+    def run(
+        self, key: Any, function: Callable[..., Sequence[Tensor]], scales: Sequence[float], *groups: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return what the function returns for groups of tensors, each as one, times ``scales``.
+
+        ``key``: all else that it depends on.
+        """
         self._inputs.clear()
         self._results.clear()
         copies = self._inputs.keep(*groups)
@@ -123,7 +130,7 @@ class Staged:
         graph = self._graphs.setdefault(key, Captured(self._pool))
         places = (self._results.address, *((copy.data_ptr(), copy.stride()) for copy in copies))
         found = graph.run([places], lambda: self._results.keep(*([t] for t in function(*copies))), copies[0].device)
-        return list(torch._foreach_mul(found, 1.0))
+        return list(torch._foreach_mul(found, list(scales)))
 
 
 class Arena:
@@ -174,10 +181,12 @@ class Arena:
         else:
             first = tensor.shape[0]
             if like.stride(0) * first != tensor.numel():
-                like = like.contiguous()
+                like = torch.empty(tensor.shape, device="meta")
             whole = flat.as_strided((number * first, *tensor.shape[1:]), like.stride())
             found = whole, list(torch.split(whole, first))
         if has_room:
+            if len(self._places) == MOST_PLACES:
+                self._places.clear()
             self._places[form] = found
         return found
 

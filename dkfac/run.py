@@ -160,7 +160,7 @@ class Runner:
         with timer.stage("decompose", device), tf32(False, device):
             self._decompose()
         with timer.stage("precondition", device):
-            if norms is not None or not self.graph.finish(self, getattr(optimizer, "grad_scale", None)):
+            if norms is not None or not self.graph.finish(self, optimizer):
                 norms = norms or stages.Norms(parameters, device)
                 written = updates.precondition(self, optimizer, rates, norms, good, device)
                 stages.zero_where(~good, stages.gradients([p for p in parameters if id(p) not in written]))
@@ -273,7 +273,8 @@ class Runner:
         try:
             for layer in due:
                 keys = shares.decomposed_here(self, layer)
-                found[layer.name] = stages.decompose(layer, self.states[layer.name], keys, self.settings, self.step)
+                with tf32(False, layer.weight.device):
+                    found[layer.name] = stages.decompose(layer, self.states[layer.name], keys, self.settings, self.step)
         except Exception as caught:
             if self.exchange is None:
                 raise

@@ -202,10 +202,11 @@ class Settings:
                 "respect to the model's output cannot be read off a backward pass"
             )
         self._check_adam()
-        if self.cuda_graph and (self.rescale == "kl-clip" or self.curvature != "kfac"):
+        if self.cuda_graph and (self.rescale == "kl-clip" or self.curvature == "ekfac"):
             raise ValueError(
-                'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac", not with '
-                f"{self.rescale!r} and {self.curvature!r}: what the others use is not the same from step to step"
+                'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac" or '
+                f'"adam-eigen", not with {self.rescale!r} and {self.curvature!r}: what the others use is not the same '
+                "from step to step"
             )
         if self.curvature != "kfac" and self.solver == "cholesky":
             raise ValueError(

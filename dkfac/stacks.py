@@ -146,9 +146,11 @@ class Stack:
                 parts[1].zero_()
         return self._grads
 
-    def parts(self) -> list[tuple[Layer, list[Tensor]]]:
-        """Return each layer with its parameters' parts of the buffer."""
-        return list(zip(self.layers, self._parts, strict=True))
+    def parts(self, grads: Tensor | None = None) -> list[tuple[Layer, list[Tensor]]]:
+        """Return each layer with its parameters' parts of the buffer, or of a tensor shaped like it."""
+        if grads is None or grads is self._grads:
+            return list(zip(self.layers, self._parts, strict=True))
+        return [(layer, split_grad(layer, part)) for layer, part in self.split(grads)]
 
     @property
     def buffer(self) -> Tensor:

@@ -130,7 +130,11 @@ class Tape:
 
     def leave(self) -> None:
         self._task = -1
-        self.guarded(self.waiting.flush)
+        try:
+            self.guarded(self.waiting.flush)
+        except Exception:
+            self.discard()  # a loop that goes on must not find half of this pass
+            raise
         self.window.filled = not self._no_gradients()
 
     def stop_waiting(self, name: str) -> None:

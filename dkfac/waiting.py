@@ -34,6 +34,10 @@ STAGED_BYTES, ALONE_BYTES = 96 * 2**20, 128 * 2**20
 copy them for a graph would cost the device more than it spares the host."""
 
 
+MOST_ROUTES = 4096
+"""Kinds of calls that are remembered: with lengths that vary there is no end of them."""
+
+
 class Route(Enum):
     """What is done with a call."""
 
@@ -72,9 +76,11 @@ class Waiting:
         if self._tape.sample.every > 1:
             x, g, examples, weight = self._sampled(form, x, g, examples, weight)
         alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples, weight)
-        route = self._routes.get((self.stages, alike))
+        route = self._routes.get((self.stages, alike[:-2]))
         if route is None:
-            route = self._routes[self.stages, alike] = self._route(form, x, g)
+            if len(self._routes) == MOST_ROUTES:
+                self._routes.clear()
+            route = self._routes[self.stages, alike[:-2]] = self._route(form, x, g)
         if route is Route.REFUSED:
             return False
         call = Call(layer, form, sums, x, g, alike, number, (version(x), version(g)))
@@ -156,7 +162,8 @@ class Waiting:
             alike.setdefault(call.alike, []).append(call)
         for group in alike.values():
             x, g, copies = group[0].x, group[0].g, group[0].form.copies
-            most = max(1, PATCH_BYTES // max(1, x.nbytes * copies)) if x.nbytes + g.nbytes < TOGETHER_BYTES else 1
+            room = STAGED_BYTES if self.stages else PATCH_BYTES
+            most = max(1, room // max(1, x.nbytes * copies)) if x.nbytes + g.nbytes < TOGETHER_BYTES else 1
             found += [group[start : start + most] for start in range(0, len(group), most)]
         return found
 
@@ -165,11 +172,11 @@ class Waiting:
         (first, *others), settings = calls, self._tape.settings
         if others:
             x, g = (torch.cat([getattr(call, name) for call in calls]) for name in ("x", "g"))
-            return products(first, x, g, len(calls), settings)
-        source = first.source
+            return products(first, x, g, len(calls), settings, weight=first.weight)
+        source, weight = first.source, first.weight
         if source is not None and self._shared is not None and source == self._shared[0]:
-            return products(first, first.x, first.g, 1, settings, inputs=self._shared[1].clone())
-        inputs, gradients = products(first, first.x, first.g, 1, settings)
+            return products(first, first.x, first.g, 1, settings, weight=weight, inputs=self._shared[1].clone())
+        inputs, gradients = products(first, first.x, first.g, 1, settings, weight=weight)
         self._shared = None if source is None else (source, inputs)
         return inputs, gradients
 
@@ -182,7 +189,8 @@ class Waiting:
             if place == len(xs):
                 xs.append([call.x for call in group])
             places.append(place)
-        key = tuple([(group[0].alike, len(group), place) for group, place in zip(groups, places, strict=True)])
+        key = tuple([(group[0].alike[:-1], len(group), place) for group, place in zip(groups, places, strict=True)])
+        weights = [weight for group in groups for weight in (1.0, group[0].weight)]
         settings = self._tape.settings
 
         def sums(*copies: Tensor) -> list[Tensor]:
@@ -191,12 +199,12 @@ class Waiting:
             with plainly(settings, device):
                 for group, place, g in zip(groups, places, copies[len(xs) :], strict=True):
                     options: dict[str, Any] = {"inputs": known.get(place), "patch_bytes": STAGED_BYTES}
-                    both = products(group[0], copies[place], g, len(group), settings, **options)
+                    both = products(group[0], copies[place], g, len(group), settings, weight=1.0, **options)
                     known[place] = both[0]
                     found += both
             return found
 
-        found = self._staged.run(key, sums, *xs, *([call.g for call in group] for group in groups))
+        found = self._staged.run(key, sums, weights, *xs, *([call.g for call in group] for group in groups))
         for group, inputs, gradients in zip(groups, found[::2], found[1::2], strict=True):
             self._give(group, inputs, gradients)
 

@@ -9,7 +9,7 @@ import math
 import pytest
 import reference as ref
 import torch
-from helpers_exact import square_loss
+from helpers_exact import Conv1D, square_loss
 from helpers_parity import EXACT, average_in_one, build, distinct, mean_loss, part, weights_of
 from helpers_parity import batch as global_batch
 from helpers_ranks import on_threads
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
-from dkfac import KFAC
+from dkfac import KFAC, renew
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -587,10 +587,6 @@ def test_a_length_other_than_adams_is_refused(rescale):
     refused(AdamW, "rescale", rescale, rescale=rescale)
 
 
-def test_a_cuda_graph_is_refused():
-    refused(AdamW, "cuda_graph", "curvature", cuda_graph=True)
-
-
 @pytest.mark.parametrize("given", [{}, {"rescale": "none"}])
 def test_the_length_is_adams_where_none_is_asked_for(given):
     assert start(**given)[2].settings.rescale == "none"
@@ -730,3 +726,79 @@ def test_a_weight_that_has_left_its_group_takes_no_step():
     before = model.head.weight.clone()
     train(model, optimizer, 2, 4)
     assert torch.equal(model.head.weight, before)
+
+
+# Refreshes in place
+
+
+class Deep(nn.Module):
+    """Net, and several layers of one shape, some of them turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)))
+        self.turned = nn.Sequential(Conv1D(5, 3), nn.Tanh(), Conv1D(3, 5), nn.Tanh(), Conv1D(5, 3), nn.Tanh())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, index):
+        return self.head(self.turned(self.inner(torch.tanh(self.net(index)))))
+
+
+def deep(**options):
+    torch.manual_seed(0)
+    model = Deep().double()
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    settings = OPTIONS | RHYTHM | {"solver": "warm-eigen", "norm_form": "unit"} | options
+    return model, optimizer, KFAC(model, optimizer, **settings)
+
+
+def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
+    found = []
+    for in_place in (True, False):
+        with monkeypatch.context() as patch:
+            seen, real = [], renew._rotate
+            patch.setattr(renew, "_rotate", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
+            if not in_place:
+                patch.setattr(renew, "is_renewable", lambda *_: False)
+            model, optimizer, kfac = deep()
+            train(model, optimizer, 0, STEPS)
+            assert bool(seen) == in_place
+            assert {layer.kind for layer in kfac.layers} >= {"conv1d-transposed", "linear", "conv", "norm-unit"}
+            found.append(model)
+    assert_weights(*found, 1e-9)
+
+
+def test_a_basis_that_fails_in_place_leaves_moments_where_they_are(monkeypatch):
+    real, calls = renew._decompose, []
+
+    def sometimes(factor, old, shift):
+        new, sound = real(factor, old, shift)
+        calls.append(len(sound))
+        return (new, sound & False) if len(calls) % 2 else (new, sound)
+
+    monkeypatch.setattr(renew, "_decompose", sometimes)
+    monkeypatch.setattr(renew, "_repair", lambda *_: None)
+    model, optimizer, kfac = deep()
+    train(model, optimizer, 0, STEPS)
+    assert len(calls) > 20
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    for layer in kfac.layers:
+        moments = kfac.state_dict()["layers"][layer.name]["moments"]
+        assert bool((torch.as_tensor(moments["value"]) >= 0).all())
+
+
+@pytest.mark.parametrize("stop", range(5, 12))
+def test_a_spread_refresh_resumes_anywhere(stop):
+    options = {"spread_refresh": 4}
+    model, optimizer, _ = deep(**options)
+    train(model, optimizer, 0, 16)
+    first, first_optimizer, kfac = deep(**options)
+    train(first, first_optimizer, 0, stop)
+    second, second_optimizer, other = deep(**options)
+    second.load_state_dict(first.state_dict())
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    other.load_state_dict(kfac.state_dict())
+    train(second, second_optimizer, stop, 16)
+    for p, q in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -27,6 +27,16 @@ def build() -> nn.Module:
     ).cuda()  # fmt: skip
 
 
+def optimizer_of(model, options):
+    """Return SGD; for Adam's steps AdamW or, with L2, Adam, and biases that do not decay."""
+    if options.get("curvature") != "adam-eigen":
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.3}]
+    groups += [{"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0, "lr": 2e-3}]
+    kind = torch.optim.Adam if options.pop("l2", False) else torch.optim.AdamW
+    return kind(groups, lr=1e-3, eps=1e-3)  # where factors have no rank, bases follow rounding
+
+
 def train(steps=30, *, spoil=(), part=(), precision=torch.float32, look=False, nudge=0.0, **options):
     """Return the weights after training through a bad and a short batch; ``nudge``: of the first weights, relative."""
     torch.backends.cudnn.deterministic = True
@@ -36,7 +46,8 @@ def train(steps=30, *, spoil=(), part=(), precision=torch.float32, look=False, n
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + nudge)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = optimizer_of(model, options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     options = {"solver": "cholesky", "factor_interval": 1, "inverse_interval": 5, "warmup_refresh": None} | options
     kfac = dkfac.KFAC(model, optimizer, announce=False, **options)
     for step, (x, y) in enumerate(batches(steps, "cuda")):
@@ -53,6 +64,7 @@ def train(steps=30, *, spoil=(), part=(), precision=torch.float32, look=False, n
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        schedule.step()
     return [p.detach().clone() for p in model.parameters()], kfac
 
 
@@ -64,6 +76,9 @@ CASES = [
     {"spread_refresh": 3, "tf32": True},
     {"statistics_fraction": 0.25},
     {"factor_interval": 5, "inverse_interval": 10, "spread_refresh": 10},
+    {"curvature": "adam-eigen", "solver": "warm-eigen"},
+    {"curvature": "adam-eigen", "solver": "warm-eigen", "spread_refresh": 3},
+    {"curvature": "adam-eigen", "inverse_interval": 100, "solver": "warm-eigen", "l2": True},
 ]
 
 

@@ -105,6 +105,28 @@ def test_scatter_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(device
 
 @every_device
 @pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("sane", [[True, True, True], [True, False, True]])
+def test_a_step_decays_and_subtracts_the_scaled_update(device, sane, good):
+    buffer, inner, outer = pairs(device)
+    update = random(device, *buffer.shape, seed=7)
+    update[~torch.tensor(sane)] = torch.inf
+    parts = [update.as_strided(t.shape, t.stride(), t.storage_offset()) for t in inner]
+    rate, left = torch.rand(2, len(outer), device=device)
+    index = (0, 0, 1, 2, 2)
+    expected = []
+    for n, (tensor, part, i) in enumerate(zip(outer, parts, index, strict=True)):
+        moved = tensor * left[n]
+        moved = moved - part * rate[n] if sane[i] else moved
+        expected.append(moved if good else tensor.clone())
+    pointers, items = table(device, inner, outer)
+    flags = torch.tensor(sane, device=device)
+    many.step(pointers, items, update, rate, left, flags, torch.tensor(good, device=device))
+    for tensor, wanted in zip(outer, expected, strict=True):
+        assert same_bits(tensor, wanted)
+
+
+@every_device
+@pytest.mark.parametrize("good", [True, False])
 def test_absorb_adds_the_scaled_totals_if_good(device, good):
     shapes = [(1, 3, 3), (1, 60, 60), (2, 5), (1, 1)]
     values = [random(device, *shape, seed=i) for i, shape in enumerate(shapes)]
@@ -158,10 +180,11 @@ from triton.compiler import ASTSource
 from dkfac.ops import kernels, many
 
 KINDS = {"raw": "*fp32", "update": "*fp32", "scale": "*fp32", "pointers": "*i64", "meta": "*i64", "table": "*i64"}
-KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32"}
+KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "rate": "*fp32", "left": "*fp32"}
 for kernel, constants in (
     (many._move_kernel, {"OUT": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}),
     (many._move_kernel, {"OUT": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}),
+    (many._step_kernel, {"DIMS": 2, "FIELDS": 16, "BLOCK": 1024}),
     (many._absorb_kernel, {"BLOCK": 1024}),
     (many._finite_kernel, {"BLOCK": 1024}),
 ):
@@ -177,4 +200,4 @@ for kernel, constants in (
 def test_the_kernels_compile_for_a_gpu_without_fused_rounding(tmp_path):
     """The interpreter runs what the compiler refuses."""
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["False", "True"] * 4
+    assert said.split() == ["False", "True"] * 5

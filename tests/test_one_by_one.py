@@ -231,3 +231,41 @@ def test_a_step_whose_inputs_were_overwritten_counts_for_nothing(monkeypatch):
         kfac.step()
         a = torch.cat([good, good.new_ones(8, 1)], 1)
         torch.testing.assert_close(kfac.factors()["0"]["A"], a.mT @ a / 8, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pass_whose_sums_fail_leaves_nothing_behind(monkeypatch):
+    """Out of memory in the last sum: a loop that drops the batch and goes on must not count half of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    good = torch.randn(8, 3)
+    with dkfac.KFAC(model, announce=False, factor_interval=1) as kfac:
+        real, calls = waiting.Waiting._give, []
+
+        def fails(self, *given):
+            calls.append(given)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no room")
+            real(self, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(waiting.Waiting, "_give", fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                model(100 * torch.randn(8, 3)).square().mean().backward()
+        model.zero_grad()
+        model(good).square().mean().backward()
+        kfac.step()
+        a = torch.cat([good, good.new_ones(8, 1)], 1)
+        torch.testing.assert_close(kfac.factors()["0"]["A"], a.mT @ a / 8, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_of_ever_new_sizes_leave_no_trace(monkeypatch):
+    monkeypatch.setattr(waiting, "MOST_ROUTES", 10)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with dkfac.KFAC(model, announce=False, factor_interval=1) as kfac:
+        for size in range(2, 40):
+            model.zero_grad()
+            kfac.set_terms(size + 0.5)
+            model(torch.randn(size, 3)).square().mean().backward()
+            kfac.step()
+        assert len(kfac._tape.waiting._routes) <= 10

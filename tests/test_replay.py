@@ -17,6 +17,7 @@ FORMS = [
     rows(8, 3, 4, 4).to(memory_format=torch.channels_last)[2:4],
     rows(7, 5, dtype=torch.bfloat16),
     rows(3, 4).mT,
+    rows(5, 1).as_strided((1, 5), (1, 1)),
 ]
 
 
@@ -77,11 +78,11 @@ def test_a_staged_function_sees_what_it_was_given_and_its_results_stay(monkeypat
     for i in range(12):
         for n, size in enumerate(sizes[: 2 + i // 4]):  # larger ones come later: what there is room for moves
             x, y = (torch.randn(size, generator=torch.Generator().manual_seed(10 * i + n + k)) for k in (0, 5))
-            kept.append((x, y, staged.run(n, lambda a, b: (a.mT @ b, a + b), [x], [y])))
+            kept.append((x, y, staged.run(n, lambda a, b: (a.mT @ b, a + b), [1.0, 2.0], [x], [y])))
     assert len(captured) >= len(sizes)
     for x, y, (product, total) in kept:
         assert torch.equal(product, x.mT @ y)
-        assert torch.equal(total, x + y)
+        assert torch.equal(total, 2 * (x + y))
 
 
 @pytest.mark.parametrize("form", range(len(FORMS)))

@@ -108,6 +108,20 @@ def _move(
     )  # fmt: skip
 
 
+def step(
+    pointers: Tensor, items: Items, update: Tensor, rate: Tensor, left: Tensor, sane: Tensor, good: Tensor
+) -> None:
+    """Set each outer tensor to ``left[n]`` times itself less ``rate[n] update`` where ``sane[i]``, if ``good``.
+
+    ``update``: an inner tensor. n: the item; i: its index.
+    """
+    assert update.storage_offset() == 0
+    kernels.launch(
+        _step_kernel, len(items.meta) * items.programs, update, pointers, items.meta, rate, left, sane, good,
+        items.programs, DIMS=items.dims, FIELDS=FIELDS, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
 class Totals:
     """Values ``v`` and the totals ``t`` that are to be added to them, all contiguous: ``v <- decay v + scale t``."""
 
@@ -170,6 +184,38 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             tl.store(outer + there, found, mask=inside)
         else:
             tl.store(raw + here, tl.load(outer + there, mask=inside, other=0.0), mask=inside)
+
+
+def _step_kernel(  # type: ignore[no-untyped-def]
+    update, pointers, meta, rate, left, sane, good, programs,
+    DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0) // programs
+    meta += item * FIELDS
+    size = tl.load(meta).to(tl.int32)
+    outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(tl.float32))
+    is_sane = tl.load(sane + tl.load(meta + 2))
+    update += tl.load(meta + 3)
+    kept = tl.load(left + item)
+    length_of_step = tl.load(rate + item)
+    if tl.load(good):
+        for begin in range((tl.program_id(0) % programs) * BLOCK, size, programs * BLOCK):
+            rest = begin + tl.arange(0, BLOCK)
+            inside = rest < size
+            here = tl.zeros((BLOCK,), tl.int32)
+            there = tl.zeros((BLOCK,), tl.int32)
+            for dim in tl.static_range(3, 4 - DIMS, -1):
+                length = tl.load(meta + 3 + dim).to(tl.int32)
+                digit = rest % length
+                rest = rest // length
+                here += digit * tl.load(meta + 7 + dim).to(tl.int32)
+                there += digit * tl.load(meta + 11 + dim).to(tl.int32)
+            here += rest * tl.load(meta + 11 - DIMS).to(tl.int32)
+            there += rest * tl.load(meta + 15 - DIMS).to(tl.int32)
+            old = tl.load(outer + there, mask=inside, other=0.0) * kept
+            if is_sane:
+                old -= tl.load(update + here, mask=inside, other=0.0) * length_of_step
+            tl.store(outer + there, old, mask=inside)
 
 
 def _finite_kernel(table, flag, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -1,0 +1,221 @@
+"""What optimizers make of a small transformer: AdamW, Muon, SOAP, K-FAC into AdamW and Adam in K-FAC's eigenbasis.
+
+Runs take all steps or a fraction of them, with the schedule shortened: how many steps does an optimizer need for
+AdamW's loss? For each number of steps every optimizer gets the same number of learning rates (``GRIDS``); the best by
+validation loss is run with further seeds. Several runs share the machine, so a step's time is measured apart, one
+optimizer after the other, alone. ``char_gpt.py`` and ``cifar_vit.py`` bring the tasks.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing as mp
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from environment import write
+from soap import SOAP
+from torch import Tensor, nn
+
+import dkfac
+
+GRIDS = {
+    "adamw": [1e-3, 3e-3, 6e-3, 1e-2, 2e-2],
+    "muon": [3e-3, 1e-2, 2e-2, 4e-2, 8e-2],
+    "soap": [1e-3, 3e-3, 6e-3, 1e-2, 2e-2],
+    "kfac-adamw": [3e-3, 6e-3, 1e-2, 2e-2, 4e-2],
+    "adam-eigen": [3e-3, 6e-3, 1e-2, 2e-2, 4e-2],
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, s, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """As GPT-2 does."""
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            deep = name.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+
+
+class Task:
+    """What is learned: subclasses bring a model, batches and the data."""
+
+    skip: tuple[str, ...] = ()
+    """Layers that are the optimizer's."""
+    terms = "batch"
+
+    def __init__(self, data, size: dict, device: str) -> None:
+        self.data, self.size, self.device = data, size, device
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def batch(self, generator: torch.Generator, *, held: bool = False) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            output = model(x)
+        return F.cross_entropy(output.flatten(0, -2).float(), y.flatten())
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module) -> float:
+        model.eval()
+        generator = torch.Generator(self.device).manual_seed(12345)
+        losses = [self.loss(model, *self.batch(generator, held=True)) for _ in range(20)]
+        model.train()
+        return float(torch.stack(losses).mean())
+
+
+def optimizers(name: str, model: nn.Module, lr: float, options: dict) -> list[torch.optim.Optimizer]:
+    """Return what steps the model; K-FAC is attached to the last."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks")]
+    inner = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inner]
+    adamw = {"betas": (0.9, 0.95), "weight_decay": 0.01}
+    if name == "muon":
+        return [torch.optim.AdamW(rest, lr=3e-3, **adamw), torch.optim.Muon(matrices, lr=lr, weight_decay=0.01)]
+    if name == "soap":
+        return [torch.optim.AdamW(rest, lr=lr, **adamw), SOAP(matrices, lr=lr, frequency=options.get("frequency", 10))]
+    return [torch.optim.AdamW(model.parameters(), lr=lr, **adamw)]
+
+
+def attach(config: dict, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> dkfac.KFAC | None:
+    if config["optimizer"] not in ("kfac-adamw", "adam-eigen"):
+        return None
+    given = {"factor_interval": 2, "inverse_interval": 20, "loss_terms": task.terms, "skip": list(task.skip)}
+    if config["optimizer"] == "adam-eigen":
+        given["curvature"] = "adam-eigen"
+    else:
+        given |= {"damping": 1e-2, "damping_mode": "relative"}
+    return dkfac.KFAC(model, optimizer, announce=False, **(given | config.get("options", {})))
+
+
+def train(config: dict, make: type[Task], data, device: str) -> dict:
+    task = make(data, config["size"], device)
+    steps = round(config["size"]["steps"] * config.get("fraction", 1.0))
+    torch.manual_seed(config["seed"])
+    generator = torch.Generator(device).manual_seed(config["seed"])
+    model = task.model().to(device)
+    used = optimizers(config["optimizer"], model, config["lr"], config.get("options", {}))
+    kfac = attach(config, task, model, used[-1])
+    warm = max(1, steps // 20)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / warm) * max(0.0, 1 - t / steps)) for o in used
+    ]
+    curve, seconds, last = [], 0.0, min(steps, config.get("most", steps))
+    for step in range(last + 1):
+        if "most" in config:  # the first steps compile, capture graphs, and refresh more often
+            seconds = 0.0 if step == last // 2 else seconds
+        elif step % max(1, steps // 20) == 0:
+            curve.append({"step": step, "seconds": seconds, "loss": task.validate(model)})
+        if step == last:
+            break
+        begin = time.perf_counter()
+        x, y = task.batch(generator)
+        for o in used:
+            o.zero_grad()
+        task.loss(model, x, y).backward()
+        for o, schedule in zip(used, schedules, strict=True):
+            o.step()
+            schedule.step()
+        if device == "cuda" and step % 10 == 9:
+            torch.cuda.synchronize()
+        seconds += time.perf_counter() - begin
+    if "most" in config:
+        return {"seconds": seconds, "timed": last - last // 2}
+    metrics = {} if kfac is None else kfac.metrics()
+    result = {"config": config, "steps": steps, "final": curve[-1]["loss"], "seconds": seconds}
+    return result | {"curve": curve, "metrics": metrics}
+
+
+def step_times(names: list[str], base: dict, best: dict, make: type[Task], data, device: str) -> dict[str, float]:
+    """Return milliseconds of a step, the lower of two rounds, nothing else running."""
+    found: dict[str, float] = {}
+    for _ in range(2):
+        for name in names:
+            run = train(base[name] | {"lr": best[name, 1.0], "seed": 0, "most": 240}, make, data, device)
+            found[name] = min(found.get(name, math.inf), 1e3 * run["seconds"] / run["timed"])
+    return found
+
+
+def run_all(configs: list[dict], make: type[Task], data, device: str, workers: int) -> list[dict]:
+    """Train all, several at a time, in processes of their own."""
+    if workers <= 1:
+        return [said(train(config, make, data, device)) for config in configs]
+    with mp.get_context("spawn").Pool(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        jobs = [pool.apply_async(train, (config, make, data, device)) for config in configs]
+        return [said(job.get()) for job in jobs]
+
+
+def said(run: dict) -> dict:
+    c = run["config"]
+    print(f"{c['optimizer']:12} lr {c['lr']:<7g} seed {c['seed']} x{c.get('fraction', 1.0):<5g} {c.get('options', '')} "
+          f"loss {run['final']:.4f} in {run['seconds']:.1f} s", flush=True)  # fmt: skip
+    return run
+
+
+def add_arguments(parser: argparse.ArgumentParser, sizes: dict) -> None:
+    add = parser.add_argument
+    add("--size", default="tiny", choices=sizes)
+    add("--steps", type=int, help="instead of the size's")
+    add("--optimizers", default=",".join(GRIDS))
+    add("--seeds", type=int, default=3)
+    add("--fractions", default="0.5,0.33", help="of the steps, which are tried too")
+    add("--options", default="{}", help="JSON: further settings of K-FAC, by optimizer")
+    add("--lrs", default="{}", help="JSON: learning rates instead of the grids, by optimizer")
+    add("--workers", type=int, default=2)
+    add("--out")
+
+
+def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: str) -> None:
+    """Tune, run with further seeds, time, and write it down."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = sizes[args.size] | ({"steps": args.steps} if args.steps else {})
+    names, options = args.optimizers.split(","), json.loads(args.options)
+    base = {name: {"size": size, "optimizer": name, "options": options.get(name, {})} for name in names}
+    grids = GRIDS | json.loads(args.lrs)
+    fractions = [1.0, *(float(f) for f in args.fractions.split(",") if f)]
+    grid = [base[n] | {"lr": lr, "seed": 0, "fraction": f} for f in fractions for n in names for lr in grids[n]]
+    runs = run_all(grid, make, data, device, args.workers)
+    best = {}
+    for n in names:
+        for fraction in fractions:
+            tried = [r for r in runs if (r["config"]["optimizer"], r["config"]["fraction"]) == (n, fraction)]
+            best[n, fraction] = min(tried, key=lambda r: r["final"])["config"]["lr"]
+    further = [base[n] | {"lr": lr, "seed": seed, "fraction": f} for (n, f), lr in best.items()
+               for seed in range(1, args.seeds)]  # fmt: skip
+    runs += run_all(further, make, data, device, args.workers)
+    times, table = step_times(names, base, best, make, data, device), {}
+    for (n, fraction), lr in best.items():
+        chosen = [r for r in runs if r["config"] | {"seed": 0} == base[n] | {"lr": lr, "seed": 0, "fraction": fraction}]
+        losses = [r["final"] for r in chosen]
+        spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        seconds = times[n] * chosen[0]["steps"] / 1e3
+        entry = {"lr": lr, "loss": statistics.mean(losses), "stdev": spread, "seeds": len(losses), "seconds": seconds}
+        table[f"{n} x{fraction:g}"] = entry
+        print(f"{n:12} x{fraction:<5g} lr {lr:<7g} loss {entry['loss']:.4f} +- {spread:.4f} in {seconds:.1f} s, "
+              f"{times[n]:.1f} ms a step", flush=True)  # fmt: skip
+    parameters = sum(p.numel() for p in make(data, size, "cpu").model().parameters())
+    out = args.out or f"benchmarks/results/{name}_{args.size}_{'h200' if device == 'cuda' else 'cpu'}.json"
+    figures = {"size": size, "parameters": parameters, "workers": args.workers, "grids": {n: grids[n] for n in names}}
+    write(out, figures | {"step_ms": times, "table": table, "runs": runs})

@@ -1,0 +1,99 @@
+"""Adam's steps in the eigenbasis (``adam.py``) inside a CUDA graph.
+
+A graph reads memory: learning rates and weight decay, which schedulers change, are brought to tensors that stay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dkfac import adam
+from dkfac.layers.layer import Layer
+from dkfac.ops import many
+from dkfac.stacks import Stack
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
+
+
+class AdamSteps:
+    """The steps of all layers, and what they are bound to."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self._rules: dict[int, adam.Rule] = {}
+        self._places: list[Any] = []
+        self._items: list[many.Items] | None = None
+        """How parameters and the stacks' buffers belong together; None: Triton does not run."""
+        self._pointers = self._rates = torch.zeros(0)
+        """The parameters' addresses, and ``[2, parameters]``: learning rate, and what weight decay leaves of them."""
+
+    def prepare(self, runner: Runner, optimizer: Any) -> list[Any] | None:
+        """Bring what changes to the device; returns what the graph is bound to, None if no graph can take the steps."""
+        rules = self._rules = adam.rules(optimizer)
+        stacks = runner.stacks
+        given = [p for stack in stacks for layer in stack.layers for p in layer.parameters() if p.grad is not None]
+        known = [rules[id(p)] for p in given if id(p) in rules]
+        is_plain = len(known) == len(given) and not any(isinstance(rule.lr, Tensor) for rule in known)
+        if getattr(optimizer, "grad_scale", None) is not None or not is_plain:
+            return None
+        if not all(adam.is_alike(stack.layers, rules) for stack in stacks):
+            return None
+        places = [(stacks, *((p.data_ptr(), p.stride(), p.dtype) for p in given))]
+        if self._places != places:
+            self._places, self.parameters = places, given
+            self._items = _describe(stacks, given)
+            device = stacks[0].device
+            self._pointers = torch.tensor([p.data_ptr() for p in given], dtype=torch.int64, device=device)
+            self._rates = torch.zeros(2, len(given), dtype=stacks[0].dtype, device=device)
+        left = [1 - float(rule.lr) * rule.weight_decay if rule.decoupled else 1.0 for rule in known]
+        rates = many.on_its_way([float(rule.lr) for rule in known] + left, self._rates.device, self._rates.dtype)
+        self._rates.view(-1).copy_(rates, non_blocking=True)
+        kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay) for r in known])
+        moments = [stack.moments(runner.states, name) for stack in stacks for name in ("momentum", "moments")]
+        return [self._rates, kinds, *(t for pair in moments for t in pair)]
+
+    def directions(self, runner: Runner, stack: Stack, good: Tensor) -> Tensor:
+        """Absorb the gradients that were read into the moments, and return Adam's updates."""
+        return adam.directions(stack, runner.states, stack.buffer, self._rules, good, None)
+
+    def take(self, stacks: list[Stack], updates: list[Tensor], sane: Tensor, good: Tensor) -> None:
+        """Step, in the graph. ``sane``: whether each layer's update is finite; if not it only decays."""
+        begin = 0
+        flags = torch.split(sane, [len(stack) for stack in stacks])
+        for i, (stack, update, healthy) in enumerate(zip(stacks, updates, flags, strict=True)):
+            pairs = _pairs(stack, update)
+            rates = self._rates[:, begin : begin + len(pairs)]
+            begin += len(pairs)
+            if self._items is not None:
+                many.step(self._pointers, self._items[i], update, rates[0], rates[1], healthy, good)
+                continue
+            for n, (j, _, p, part) in enumerate(pairs):
+                p.mul_(torch.where(good, rates[1, n], 1.0))
+                p.sub_(torch.where(good & healthy[j], rates[0, n] * part, 0))
+
+
+def _pairs(stack: Stack, grads: Tensor) -> list[tuple[int, Layer, Tensor, Tensor]]:
+    """Return the parameters that have gradients, with their parts of a tensor shaped like the stack's buffer."""
+    return [
+        (i, layer, p, part)
+        for i, (layer, parts) in enumerate(stack.parts(grads))
+        for p, part in zip(layer.parameters(), parts, strict=True)
+        if p.grad is not None
+    ]
+
+
+def _describe(stacks: list[Stack], parameters: list[Tensor]) -> list[many.Items] | None:
+    if not many.usable(*(stack.buffer for stack in stacks), *parameters):
+        return None
+    found, begin = list[many.Items | None](), 0
+    for stack in stacks:
+        pairs = _pairs(stack, stack.buffer)
+        slots = range(begin, begin + len(pairs))
+        begin += len(pairs)
+        inner, outer = [part for *_, part in pairs], [p for *_, p, _ in pairs]
+        found.append(many.describe(outer, inner, slots, [i for i, *_ in pairs]))
+    return None if any(items is None for items in found) else [items for items in found if items is not None]
