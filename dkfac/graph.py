@@ -116,12 +116,17 @@ class StepGraph:
             self._stacks = []  # others will write to the buffers
             return False
 
+        rounding = tuple([runner.may_round(stack) for stack in stacks])
+
         def write() -> None:
-            with tf32(runner.settings.tf32, flat.device):
-                if runner.is_adam:
-                    updates = [self._adam.directions(runner, stack, good) for stack in stacks]
-                else:
-                    updates = [stages.directions(stack, runner, stack.buffer) for stack in stacks]
+            updates = []
+            for stack, rounds in zip(stacks, rounding, strict=True):
+                with tf32(rounds, flat.device):
+                    updates.append(
+                        self._adam.directions(runner, stack, good)
+                        if runner.is_adam
+                        else stages.directions(stack, runner, stack.buffer)
+                    )
             after = torch.cat([stack.norms(update) for stack, update in zip(stacks, updates, strict=True)])
             sane = torch.isfinite(after)
             after = torch.where(sane, after, before)
@@ -133,7 +138,7 @@ class StepGraph:
                 self._put(stacks, updates, scales, sane)
             self._put_others(scales)
 
-        self._writing.run([*stacks, *bound, flat, self._items], write, flat.device)
+        self._writing.run([*stacks, *bound, rounding, flat, self._items], write, flat.device)
         if self._items is None:
             if self._others:
                 torch._foreach_copy_(stages.gradients(self._others), self._views)

@@ -23,7 +23,7 @@ from dkfac.layers.layer import Layer
 from dkfac.ops import decompose
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
 from dkfac.ops.precision import tf32
-from dkfac.ops.precondition import factored_damping
+from dkfac.ops.precondition import TF32_TOLERANCE, factored_damping, tf32_error
 from dkfac.replay import Captured, Pool
 from dkfac.settings import Settings
 from dkfac.stacks import Stack
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dkfac.run import Runner
 
 PATIENCE = 2
+ROUNDING = "rounding"
+"""In the place of a factor's key: whether a layer may be preconditioned in TF32."""
 Part = tuple[Stack, int, int]
 """Some layers of a stack: from, to."""
 
@@ -189,7 +191,9 @@ class Renewal:
                 event.synchronize()
             self._pending.popleft()
             for (layer, key), good in zip(names, told.tolist(), strict=True):
-                if good:
+                if key == ROUNDING:
+                    runner.note_rounding(layer, good)
+                elif good:
                     runner.counters["ok"] += 1
                     runner.states[layer.name].failures[key] = 0
                 else:
@@ -262,6 +266,9 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
                 rotations[key] = chosen.mT @ target
             target.copy_(chosen)
         good[key] = sound.view(-1, blocks).all(1)
+    if settings.tf32 and not runner.is_adam:
+        parts = {key: _part(joined[key], here, factor.shape) for key, factor in factors.items()}
+        good[ROUNDING] = (tf32_error(parts, means, damping) < TF32_TOLERANCE).view(-1, blocks).all(1)
     if any(states[layer.name].moments is not None for layer in stack.layers):
         _rotate(stack, stack.moments(states, "moments")[0][here], rotations)
     return good

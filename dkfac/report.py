@@ -139,6 +139,7 @@ def full(runner: Runner, counters: dict[str, int]) -> dict[str, Any]:
         "memory_bytes": held,
         "total_memory_bytes": sum(held.values()),
         "stage_seconds": runner.tape.timer.seconds(),
+        "delicate_layers": sorted(runner.delicate),
         "strategy": plan.strategy,
         "rank": runner.rank,
         "world_size": plan.world_size,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac import absorb, health, reduce, renew, shares, stages, updates
+from dkfac import absorb, conclude, health, reduce, renew, shares, stages, updates
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
 from dkfac.graph import StepGraph, look_at_gradients, wants_graphs
@@ -22,7 +22,6 @@ from dkfac.ops.decompose import Decomposition
 from dkfac.ops.precision import tf32
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Holding, Plan
-from dkfac.plan.program import expand
 from dkfac.refresh import RUNGS, Rung
 from dkfac.settings import Settings
 from dkfac.stacks import Stack, make_stacks
@@ -49,7 +48,7 @@ class Runner:
         self.tape, self.exchange, self.notices = tape, exchange, notices
         self.rank = 0 if exchange is None else exchange.rank
         tape.defer_errors = exchange is not None
-        self._overlap()
+        self.set_overlap()
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.renewal = renew.Renewal()
@@ -60,19 +59,21 @@ class Runner:
         self._stack()
         self.step = 0
         self.measuring = self.decomposing = True
+        self.delicate: set[str] = set()
+        """Layers whose gradients TF32 would spoil."""
         self.counters: dict[str, int] = {"refreshes": 0, **dict.fromkeys(RUNGS, 0)}
         self.device: dict[str, Tensor] = {}
         """Counters and norms that live on the device."""
         self._health = health.Watch()
         self._error: BaseException | None = None
-        self._last_reduced: reduce.Reduced | None = None
-        self._rows_seen: dict[str, float] = {}
+        self.last_reduced: reduce.Reduced | None = None
+        self.rows_seen: dict[str, float] = {}
         """Most rows of a layer in a step since the last refresh; -1: not known to the host."""
         self._flag: Tensor | None = None
         """Whether a rank failed in the last measured step, on its way to the host."""
         self._arrived: torch.cuda.Event | None = None
 
-    def _overlap(self) -> None:
+    def set_overlap(self) -> None:
         if self.exchange is not None and self.settings.overlap and self.settings.fisher != "exact":
             layers = frozenset() if self.tape.overlap is None else self.tape.overlap.layers
             self.tape.overlap = Overlap(self.exchange, self.tape, layers)
@@ -152,7 +153,7 @@ class Runner:
         if self.measuring:
             measured = self.tape.take()
             self.notices.accumulation(measured.num_passes)
-            reduce.see_rows(measured, self._rows_seen)
+            reduce.see_rows(measured, self.rows_seen)
             if self.exchange is None:
                 self.notices.capture(measured.layers, measured.num_passes)
             with timer.stage("average", device):
@@ -207,7 +208,7 @@ class Runner:
         if self.exchange is None:
             good = absorb.absorb(self, measured, good, decay)
         else:
-            reduced = self._last_reduced = reduce.Reduced(self, self.exchange, measured, good)
+            reduced = self.last_reduced = reduce.Reduced(self, self.exchange, measured, good)
             good = reduced.good
             for name, factors in reduced.batch.items():
                 once = reduced.again[self.index[name]] == 0
@@ -258,9 +259,9 @@ class Runner:
             return
         measured = shares.agree_on_means(self, due | new)
         if self.exchange is not None and self.measuring:
-            self._look_at_calls()
+            conclude.look_at_calls(self)
             if self.decomposing and self.settings.wire_form == "rows":
-                self._choose_rows(self.exchange)
+                conclude.choose_rows(self, self.exchange)
         layers = [layer for layer in self.layers if layer.name in due | new and layer.name in measured]
         if layers:
             self._decompose_with_care(layers)
@@ -286,6 +287,8 @@ class Runner:
             stages.adopt(layer, state, rungs[layer.name], results[layer.name], self.settings.max_failures, self.step)
             for rung in rungs[layer.name].values():
                 self.counters[rung] += 1
+            if self.settings.tf32:
+                self.note_rounding(layer, stages.may_round(layer, state, self.settings, self.step))
         self.notices.thawed()
         self.publish_bases()
         dominated = sum(stages.is_dominated(la, self.states[la.name], self.settings, self.step) for la in due)
@@ -300,35 +303,13 @@ class Runner:
             clipped_share=float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
         )
 
-    def _look_at_calls(self) -> None:
-        """Draw conclusions from how often all ranks together called the layers. Waits for the device."""
-        reduced = self._last_reduced
-        if reduced is None or float(reduced.num_bad) > 0 or float(reduced.calls.sum()) == 0:
-            return
-        calls, again = reduced.calls.tolist(), reduced.again.tolist()
-        alone = {n for n, p in self.placements.items() if len(p.statistics) == 1}  # others' calls are not counted
-        self.notices.capture({name for name, i in self.index.items() if calls[i] > 0} | alone, 0)
-        twice = {name for name, i in self.index.items() if again[i] > 0}
-        self.tape.give_up_moments(twice, warn=self.rank == 0)
-        overlap = self.tape.overlap
-        if overlap is not None and not overlap.layers:
-            passes = float(reduced.num_passes)
-            once = {name for name, i in self.index.items() if calls[i] == passes and again[i] == 0}
-            overlap.layers = frozenset(once)
+    def note_rounding(self, layer: Layer, may: bool) -> None:
+        """Keep whether a layer may be preconditioned in TF32."""
+        (self.delicate.discard if may else self.delicate.add)(layer.name)
 
-    def _choose_rows(self, exchange: Exchange) -> None:
-        """Let rows travel instead of sums where every rank had few of them; a new plan, agreed by what was gathered."""
-        told = exchange.gather_numbers([self._rows_seen.get(layer.name, 0.0) for layer in self.layers])
-        self._rows_seen.clear()
-        wanted = []
-        for layer, numbers in zip(self.layers, zip(*told, strict=True), strict=True):
-            if min(numbers) >= 0 and layer.kind in ("linear", "conv1d-transposed"):
-                wanted += reduce.worth_as_rows(layer.spec, self.placements[layer.name], int(max(numbers)))
-        if tuple(wanted) != self.plan.rows:
-            self.plan = replace(self.plan, rows=tuple(wanted))
-            self.exchange = Exchange(self.plan, expand(self.plan), exchange.groups, exchange.device)
-            self.tape.as_rows = {(name, key) for name, key, _ in wanted}
-            self._overlap()
+    def may_round(self, stack: Stack) -> bool:
+        """Whether layers are preconditioned in TF32."""
+        return self.settings.tf32 and self.delicate.isdisjoint(layer.name for layer in stack.layers)
 
     def publish_bases(self) -> None:
         """Let the tape measure EKFAC's moments in the bases now in use."""

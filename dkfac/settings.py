@@ -96,7 +96,7 @@ class Settings:
 
     tf32: bool = False
     """On a GPU, multiply the float32 matrices of factors and of preconditioning, not of decompositions, as TF32: four
-    times as fast."""
+    times as fast. Not for ``report()["delicate_layers"]``, whose gradients it would spoil: little damping does that."""
 
     cuda_graph: bool = False
     """One process on a GPU: take the arithmetic of ordinary steps from a CUDA graph, which spares the host its launches

@@ -162,6 +162,14 @@ def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int)
     return basis is not None and bool(ops.spectrum(basis).amax() < damping_of(layer, state, settings, step))
 
 
+def may_round(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:
+    """Whether a layer's gradient may be preconditioned in TF32. Waits for the device."""
+    if settings.curvature == "adam-eigen" or state.decompositions.keys() != state.means.keys():
+        return True
+    error = ops.tf32_error(state.decompositions, state.means, damping_of(layer, state, settings, step))
+    return bool((error < ops.TF32_TOLERANCE).all())
+
+
 def is_ready(layer: Layer, state: LayerState) -> bool:
     """Whether all factors have been decomposed once; until then the layer's raw gradient passes."""
     return len(state.decomposed) == len(layer.spec.factors)

@@ -48,8 +48,7 @@ def precondition(
         ready = {name: layer for name, layer in ready.items() if id(layer.weight) in rules}
     mine = {name for name in ready if runner.rank in runner.placements[name].preconditioned_by}
     loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has yet to divide by it
-    with tf32(runner.settings.tf32, device):
-        chunks = _directions(runner, mine, rules, good, loss_scale)
+    chunks = _directions(runner, mine, rules, good, loss_scale)
     order = [layer for chunk in chunks for layer in chunk.stack.layers]
     after = torch.cat([chunk.norms.to(device) for chunk in chunks] or [torch.zeros(0, device=device)])
     sane = torch.isfinite(after)
@@ -113,7 +112,8 @@ def _directions(
 def _direction(runner: Runner, stack: Stack, solve: Any) -> Chunk:
     raw = stack.read()
     try:
-        update = solve(raw)
+        with tf32(runner.may_round(stack), stack.device):
+            update = solve(raw)
     except Exception as error:
         if runner.exchange is None:
             raise

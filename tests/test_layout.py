@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "run": {
         "absorb",
         "checkpoint",
+        "conclude",
         "exchange",
         "graph",
         "health",
@@ -69,6 +70,7 @@ MAY_IMPORT = {
     "checkpoint": {"layers", "ops", "plan", "state"},
     "owned": {"layers"},
     "overlap": {"comm", "exchange", "layers", "reduce", "sums", "tape"},
+    "conclude": {"exchange", "plan", "reduce", "run"},
     "absorb": {"ops", "reduce", "run", "stacks", "stages", "window"},
     "reduce": {"comm", "exchange", "ops", "plan", "run", "stages", "window"},
     "timing": set(),

@@ -81,6 +81,33 @@ def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[
     return {"A": root * pi, "G": root / pi}
 
 
+TF32_ROUNDING, TF32_TOLERANCE = 2.0**-11 / 3**0.5, 3e-3
+"""What TF32 leaves out of a number, about, and how much of it a preconditioned gradient may have."""
+
+
+def tf32_error(decompositions: dict[str, Decomposition], means: dict[str, Tensor], damping: Tensor | float) -> Tensor:
+    """Return how far, relatively, a gradient preconditioned in TF32 is about to be from the exact one, ``[B]``.
+
+    Rounding is about the same in all directions, and is divided by little where there is little curvature; of the
+    gradient there is little then too: it is taken to be as large in each direction as the curvature's root.
+    """
+    bases = {key: d for key, d in decompositions.items() if isinstance(d, Eigen)}
+    if len(bases) == len(decompositions):
+        values = spectrum(bases)
+        damped = values + (damping.reshape(-1, 1, 1) if isinstance(damping, Tensor) else damping)
+        noise, signal = damped.reciprocal().square().sum((1, 2)), (values / damped.square()).sum((1, 2))
+        return TF32_ROUNDING * (values.mean((1, 2)) * noise / signal).sqrt()
+    shifts = factored_damping(means, damping)
+    error = torch.full_like(next(iter(means.values())), TF32_ROUNDING)
+    for key, decomposition in as_inverses(decompositions, means, damping).items():
+        matrix = decomposition.matrix
+        if matrix.ndim == 2:
+            continue  # no product
+        noise, trace = matrix.square().sum((1, 2)), matrix.diagonal(dim1=1, dim2=2).sum(1)
+        error = error * (means[key] * noise / (trace - shifts[key] * noise).clamp(min=0)).sqrt()
+    return error
+
+
 def as_inverses(
     decompositions: dict[str, Decomposition], means: dict[str, Tensor], damping: Tensor | float
 ) -> dict[str, Inverse]:
