@@ -79,6 +79,7 @@ def figures_of(training: Training, stages: dict, times: list[float], first: int)
         "stage_ms_per_step": spent,
         "mean_ms_by_kind": {kind: {"steps": len(v), "mean_ms": sum(v) / len(v)} for kind, v in kinds.items()},
         "counters": report["counters"],
+        "delicate_layers": report["delicate_layers"],
         "layers": len(kfac.layers),
         "layers_never_measured": [la.name for la in kfac.layers if la.name not in measured],
         "share_preconditioned": sum(ours.values()) / sum(every.values()),

@@ -53,7 +53,9 @@ def main() -> None:
     args = parser.parse_args()
     result = figures(*gpt2())
     for name, entry in result["kfac"].items():
-        print(f"{name:32} {entry['total'] / 1e9:.2f} GB, {entry['copies']:.2f} copies of {result['one_copy'] / 1e9:.2f}")
+        print(
+            f"{name:32} {entry['total'] / 1e9:.2f} GB, {entry['copies']:.2f} copies of {result['one_copy'] / 1e9:.2f}"
+        )
     write(args.out, result)
 
 

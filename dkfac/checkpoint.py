@@ -106,7 +106,7 @@ def _save_decomposition(found: Decomposition | None, factor: FactorSpec, blank: 
             form, row = "none", torch.zeros(factor.row_shape, **blank)
     saved: dict[str, Any] = {"form": form, "values": row.clone()}
     if factor.form == "dense":
-        saved["matrix"] = torch.zeros(factor.shape, **blank) if matrix is None else matrix.clone()
+        saved["matrix"] = torch.zeros(factor.shape, **blank) if matrix is None else matrix.to(blank["dtype"], copy=True)
     return saved
 
 

@@ -219,7 +219,7 @@ def _repair(runner: Runner, layer: Layer, key: str) -> None:
         ((found, rung),) = stages.decompose(layer, state, [key], settings, runner.step).values()
     runner.counters[rung] += 1
     results = {} if found is None else {key: found}
-    stages.adopt(layer, state, {key: rung}, results, settings.max_failures, runner.step)
+    stages.adopt(layer, state, {key: rung}, results, settings, runner.step)
 
 
 def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings) -> bool:
@@ -261,9 +261,9 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
         old = _part(joined[key], here, factor.shape)
         new, sound = _decompose(factor, old, shifts[key])
         for name, target in old.tensors().items():
-            chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name], target)
+            chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name].to(target.dtype), target)
             if name == "vectors" and runner.is_adam:
-                rotations[key] = chosen.mT @ target
+                rotations[key] = chosen.to(factor.dtype).mT @ target.to(factor.dtype)
             target.copy_(chosen)
         good[key] = sound.view(-1, blocks).all(1)
     if settings.tf32 and not runner.is_adam:

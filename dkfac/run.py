@@ -18,7 +18,7 @@ from dkfac.exchange import Exchange
 from dkfac.graph import StepGraph, look_at_gradients, wants_graphs
 from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
-from dkfac.ops.decompose import Decomposition
+from dkfac.ops.decompose import Decomposition, stored
 from dkfac.ops.precision import tf32
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Holding, Plan
@@ -104,6 +104,10 @@ class Runner:
     def resume(self, loaded: Loaded) -> None:
         """Go on from a loaded state. A collective call."""
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
+        for state in self.states.values():
+            state.decompositions = {
+                key: stored(d, self.settings.basis_dtype) for key, d in state.decompositions.items()
+            }
         self._places.clear()
         self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
         self._flag = None
@@ -284,7 +288,7 @@ class Runner:
         results = shares.share_decompositions(self, due, found, rungs)
         for layer in due:
             state = self.states[layer.name]
-            stages.adopt(layer, state, rungs[layer.name], results[layer.name], self.settings.max_failures, self.step)
+            stages.adopt(layer, state, rungs[layer.name], results[layer.name], self.settings, self.step)
             for rung in rungs[layer.name].values():
                 self.counters[rung] += 1
             if self.settings.tf32:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from dkfac.checks import bad, check_rhythm, check_together
+
 Scheduled = float | Callable[[int], float]
 """A number, or a function from the step (counted from 0) to a number."""
 
@@ -16,6 +18,7 @@ DampingMode = Literal["absolute", "relative"]
 Rescale = Literal["auto", "norm", "norm-global", "kl-clip", "none"]
 Solver = Literal["eigen", "cholesky", "warm-eigen"]
 Curvature = Literal["kfac", "ekfac", "adam-eigen"]
+BasisDtype = Literal["float32", "bfloat16"]
 Fisher = Literal["empirical", "exact"]
 WeightSharing = Literal["expand", "reduce"]
 LossTerms = Literal["batch", "token"]
@@ -69,6 +72,9 @@ class Settings:
     curvature: Curvature = "kfac"
     """``"ekfac"``: eigenvalues replaced by second moments of the gradient in the eigenbasis. ``"adam-eigen"``: the step
     of the optimizer, Adam or AdamW, taken in the eigenbasis."""
+
+    basis_dtype: BasisDtype = "float32"
+    """``"bfloat16"`` keeps the eigenbases of ``curvature="adam-eigen"`` in half the memory, but for float64 models."""
 
     fisher: Fisher = "empirical"
     """``"exact"``: Gauss-Newton, one extra backward per model output on factor steps; needs ``exact_loss``."""
@@ -159,13 +165,13 @@ class Settings:
             options = get_args(allowed)
             if name == "loss_terms" and isinstance(value, int) and not isinstance(value, bool):
                 if value < 1:
-                    raise _bad(name, value, "an integer >= 1", consequence)
+                    raise bad(name, value, "an integer >= 1", consequence)
             elif value is None and name in ("accumulate", "exact_loss", "wire_dtype", "fusion"):
                 continue
             elif not isinstance(value, str) or value not in options:
                 text = ", ".join(repr(option) for option in options)
                 extra = " or an integer >= 1" if name == "loss_terms" else ""
-                raise _bad(name, value, f"one of {text}{extra}", consequence)
+                raise bad(name, value, f"one of {text}{extra}", consequence)
         for name, low, high, low_open, consequence in _RANGES:
             value = getattr(self, name)
             if callable(value) or (value is None and name == "norm_damping"):
@@ -173,96 +179,34 @@ class Settings:
             bound = f"a number {'>' if low_open else '>='} {low:g}"
             bound += f" and < {high:g}" if math.isfinite(high) else ""
             if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-                raise _bad(name, value, f"{bound}, or a function of the step", consequence)
+                raise bad(name, value, f"{bound}, or a function of the step", consequence)
             number = float(value)
             if number < low or (low_open and number == low) or number >= high:
-                raise _bad(name, value, f"{bound}, or a function of the step", consequence)
+                raise bad(name, value, f"{bound}, or a function of the step", consequence)
         for name, least, consequence in _INTEGERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _bad(name, value, f"an integer >= {least}", consequence)
-        self._check_rhythm()
+                raise bad(name, value, f"an integer >= {least}", consequence)
+        check_rhythm(self)
         fraction: Any = self.statistics_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
-            raise _bad("statistics_fraction", fraction, "a number > 0 and <= 1", "factors are measured on that share")
+            raise bad("statistics_fraction", fraction, "a number > 0 and <= 1", "factors are measured on that share")
         if (
             isinstance(self.skip, str)
             or not isinstance(self.skip, Iterable)
             or not all(isinstance(pattern, str) for pattern in self.skip)
         ):
-            raise _bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
+            raise bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
         object.__setattr__(self, "skip", tuple(self.skip))
         for name in ("announce", "replicate_factors", "overlap", "tf32", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "True or False", "")
-        self._check_distribution()
-        if self.fisher == "exact" and self.exact_loss is None:
-            raise ValueError(
-                'fisher="exact" needs exact_loss="cross-entropy" or "mse": the Hessian of the loss with '
-                "respect to the model's output cannot be read off a backward pass"
-            )
-        self._check_adam()
-        if self.cuda_graph and (self.rescale == "kl-clip" or self.curvature == "ekfac"):
-            raise ValueError(
-                'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac" or '
-                f'"adam-eigen", not with {self.rescale!r} and {self.curvature!r}: what the others use is not the same '
-                "from step to step"
-            )
-        if self.curvature != "kfac" and self.solver == "cholesky":
-            raise ValueError(
-                f'curvature="{self.curvature}" lives in eigenbases, which solver="cholesky" does not compute; '
-                f'use solver="eigen" or "warm-eigen"'
-            )
-
-    def _check_adam(self) -> None:
-        is_adam = self.curvature == "adam-eigen"
-        if self.rescale == "auto":
-            object.__setattr__(self, "rescale", "none" if is_adam else "norm-global")
-        elif is_adam and self.rescale != "none":
-            what = 'curvature="adam-eigen": the length of the step is Adam\'s'
-            raise ValueError(f"rescale={self.rescale!r} with {what}; leave rescale out")
-
-    def _check_rhythm(self) -> None:
-        if self.inverse_interval % self.factor_interval:
-            raise ValueError(
-                f"inverse_interval ({self.inverse_interval}) must be a multiple of factor_interval "
-                f"({self.factor_interval}): decomposing between factor updates repeats the previous result"
-            )
-        warmup: Any = self.warmup_refresh
-        if warmup is None:
-            return
-        whole = isinstance(warmup, (tuple, list)) and len(warmup) == 2
-        if not whole or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in warmup):
-            raise _bad(
-                "warmup_refresh", warmup, "None or (every, until), integers >= 1", "early steps use it as a rhythm"
-            )
-        object.__setattr__(self, "warmup_refresh", tuple(warmup))
+                raise bad(name, getattr(self, name), "True or False", "")
+        check_together(self)
 
     @property
     def measure_every(self) -> int:
         """Return k, where one row in k is measured."""
         return round(1 / self.statistics_fraction)
-
-    def _check_distribution(self) -> None:
-        if self.overlap and self.wire_dtype == "float16":
-            raise ValueError(
-                'overlap=True with wire_dtype="float16": sums leave before all ranks know how large they are, and '
-                'float16 has little range; use "bfloat16"'
-            )
-        if self.wire_form == "rows" and (self.weight_sharing == "reduce" or self.fisher == "exact"):
-            raise ValueError(
-                'wire_form="rows" sends the rows of the training backward: it goes with weight_sharing="expand" and '
-                'fisher="empirical"'
-            )
-        fraction: Any = self.worker_fraction
-        if fraction is None:
-            return
-        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
-            raise _bad("worker_fraction", fraction, "a number > 0 and <= 1", "it is a share of the ranks")
-        if self.strategy != "hybrid-opt":
-            raise ValueError(
-                f'worker_fraction={fraction:g} is used by strategy="hybrid-opt" alone; strategy is {self.strategy!r}'
-            )
 
     def rhythm(self, step: int) -> tuple[bool, bool]:
         """Return whether this step measures factors and whether it decomposes them; step 0 does both."""
@@ -298,7 +242,7 @@ class Settings:
             raise TypeError(f"{name}({step}) returned {result!r}; a schedule returns a number, as float(...) does")
         for field_name, low, high, low_open, consequence in _RANGES:
             if field_name == name and not (low <= float(result) < high and not (low_open and result == low)):
-                raise _bad(f"{name}({step})", result, f"a number from {low:g} to {high:g}", consequence)
+                raise bad(f"{name}({step})", result, f"a number from {low:g} to {high:g}", consequence)
         return float(result)
 
     def describe(self) -> dict[str, str | int | float | bool | list[int] | list[str] | None]:
@@ -312,16 +256,12 @@ class Settings:
         return plain
 
 
-def _bad(name: str, value: object, allowed: str, consequence: str) -> ValueError:
-    tail = f": {consequence}" if consequence else ""
-    return ValueError(f"{name}={value!r} is not {allowed}{tail}")
-
-
 _CHOICES: tuple[tuple[str, Any, str], ...] = (
     ("damping_mode", DampingMode, "it decides the unit of damping"),
     ("rescale", Rescale, "it decides the length of each update"),
     ("solver", Solver, "it decides how factors are inverted"),
     ("curvature", Curvature, "it decides the eigenvalues in use"),
+    ("basis_dtype", BasisDtype, "eigenbases are kept in it"),
     ("fisher", Fisher, "it decides which gradients G is made of"),
     ("exact_loss", ExactLoss, "it decides the Hessian that is propagated back"),
     ("weight_sharing", WeightSharing, "it decides how positions enter the factors"),

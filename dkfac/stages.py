@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops import precondition as ops
-from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue, stored
 from dkfac.ops.rescale import match_norm
 from dkfac.refresh import Rung, refresh
 from dkfac.settings import Settings
@@ -120,10 +120,11 @@ def adopt(
     state: LayerState,
     rungs: dict[str, Rung],
     found: dict[str, Decomposition],
-    max_failures: int,
+    settings: Settings,
     step: int,
 ) -> None:
     """Note how a layer's decompositions went, on every rank alike, and use from now on what is held here."""
+    max_failures, basis_dtype = settings.max_failures, settings.basis_dtype
     old_basis = state.basis()
     for key, rung in rungs.items():
         failed = rung in ("kept", "raw")
@@ -137,7 +138,7 @@ def adopt(
         if not failed:
             state.decomposed.add(key)
         if not failed and key in found:
-            state.decompositions[key] = found[key]
+            state.decompositions[key] = stored(found[key], basis_dtype)
     state.decomposed_at = step
     if state.moments is not None:
         new_basis = state.basis()

@@ -77,7 +77,11 @@ class LayerState:
                 average.weight.to(weight.device, dtype),
             )
         for key, decomposition in self.decompositions.items():
-            moved = {name: t.to(weight.device, dtype) for name, t in decomposition.tensors().items()}
+            kinds = {
+                name: torch.bfloat16 if t.dtype == torch.bfloat16 else dtype
+                for name, t in decomposition.tensors().items()
+            }
+            moved = {name: t.to(weight.device, kinds[name]) for name, t in decomposition.tensors().items()}
             self.decompositions[key] = from_tensors(moved)
         self.means = {key: t.to(weight.device, dtype) for key, t in self.means.items()}
         return True
@@ -124,9 +128,13 @@ def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str,
     None: the basis of the weights, as that of diagonal factors is.
     """
     for key in {**(old or {}), **(new or {})}:
-        before, after = (None if bases is None else bases[key].vectors for bases in (old, new))
+        before, after = (None if bases is None else _in(bases[key].vectors, moments) for bases in (old, new))
         rotation = before if after is None else after.mT if before is None else after.mT @ before
         if rotation is not None:
             squares = rotation.square()
             moments = moments @ squares.mT if key == "A" else squares @ moments
     return moments
+
+
+def _in(basis: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if basis is None else basis.to(like.dtype)

@@ -802,3 +802,48 @@ def test_a_spread_refresh_resumes_anywhere(stop):
     train(second, second_optimizer, stop, 16)
     for p, q in zip(model.parameters(), second.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+# Bases in half the memory
+
+
+def small(**options):
+    model, optimizer, kfac = start("AdamW", torch.float32, **options)
+    return model, optimizer, kfac
+
+
+@pytest.mark.parametrize("solver", ["eigen", "warm-eigen"])
+def test_bases_in_bfloat16_take_half_the_memory_and_nearly_the_same_steps(solver):
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        model, optimizer, kfac = small(solver=solver, basis_dtype=dtype)
+        train(model, optimizer, 0, STEPS)
+        bases = [d for state in kfac._runner.states.values() for d in state.decompositions.values()]
+        dense = [d.vectors for d in bases if d.vectors is not None]
+        assert {v.dtype for v in dense} == {getattr(torch, dtype)}
+        assert all(d.values.dtype == torch.float32 for d in bases)
+        found[dtype] = (torch.cat([p.detach().flatten() for p in model.parameters()]), sum(v.nbytes for v in dense))
+    first = torch.cat([p.detach().flatten() for p in net(torch.float32).parameters()])
+    moved = (found["float32"][0] - first).norm()
+    assert 0 < (found["bfloat16"][0] - found["float32"][0]).norm() < 0.1 * moved
+    assert found["bfloat16"][1] * 2 == found["float32"][1]
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 9])
+def test_bases_in_bfloat16_resume_to_the_last_bit(stop):
+    options = {"solver": "warm-eigen", "basis_dtype": "bfloat16"}
+    model, optimizer, _ = small(**options)
+    train(model, optimizer, 0, 14)
+    first, first_optimizer, kfac = small(**options)
+    train(first, first_optimizer, 0, stop)
+    second, second_optimizer, other = small(**options)
+    second.load_state_dict(first.state_dict())
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    other.load_state_dict(kfac.state_dict())
+    train(second, second_optimizer, stop, 14)
+    for p, q in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_rounded_bases_are_refused_where_eigenvalues_divide():
+    refused(AdamW, "basis_dtype", "adam-eigen", basis_dtype="bfloat16", curvature="kfac")

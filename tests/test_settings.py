@@ -26,6 +26,7 @@ AT_LEAST_0 = ">= 0"
 CHOICES = {
     "damping_mode": ("'absolute'", ["abs", "", None, 1, True]),
     "rescale": ("'kl-clip'", ["kl_clip", "Norm", None, False]),
+    "basis_dtype": ("'bfloat16'", ["float16", "half", None, 16]),
     "solver": ("'cholesky'", ["eigh", "inverse", None, 3]),
     "curvature": ("'ekfac'", ["KFAC", "shampoo", None]),
     "fisher": ("'exact'", ["sampled", "true", None]),

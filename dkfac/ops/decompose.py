@@ -74,8 +74,8 @@ def warm_step(factor: Tensor, old: Eigen) -> Eigen:
 def _largest_first(old: Eigen) -> Tensor:
     """Return a basis in the order in which each direction is freed of the larger ones, not swamped by them."""
     assert old.vectors is not None
-    order = old.values.argsort(dim=-1, descending=True)
-    return old.vectors.gather(-1, order.unsqueeze(-2).expand_as(old.vectors))
+    order, vectors = old.values.argsort(dim=-1, descending=True), old.vectors.to(old.values.dtype)
+    return vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
 
 
 def _with_values(factor: Tensor, basis: Tensor) -> Eigen:
@@ -143,6 +143,13 @@ def _square(root: Tensor, out: Tensor) -> None:
     out[:, :half, :half] += below.mT @ below
     out[:, half:, :half] = second.mT @ below
     out[:, :half, half:] = out[:, half:, :half].mT
+
+
+def stored(found: Decomposition, basis_dtype: str) -> Decomposition:
+    """Return a decomposition as it is kept: a basis perhaps in half the memory."""
+    if not isinstance(found, Eigen) or found.vectors is None or found.vectors.dtype != torch.float32:
+        return found
+    return Eigen(found.vectors.to(getattr(torch, basis_dtype)), found.values)
 
 
 def symmetric(factor: Tensor) -> Tensor:

@@ -25,9 +25,11 @@ def rotate(grad_BOI: Tensor, decompositions: dict[str, Eigen], *, back: bool = F
     left = decompositions["F"] if "F" in decompositions else decompositions["G"]
     right = decompositions.get("A")
     if left.vectors is not None:
-        grad_BOI = (left.vectors if back else left.vectors.mT) @ grad_BOI
+        vectors = left.vectors.to(grad_BOI.dtype)
+        grad_BOI = (vectors if back else vectors.mT) @ grad_BOI
     if right is not None and right.vectors is not None:
-        grad_BOI = grad_BOI @ (right.vectors.mT if back else right.vectors)
+        vectors = right.vectors.to(grad_BOI.dtype)
+        grad_BOI = grad_BOI @ (vectors.mT if back else vectors)
     return grad_BOI
 
 
