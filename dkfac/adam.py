@@ -102,7 +102,7 @@ def directions(
     mean_weight.mul_(keep).add_(good)
     square_weight.mul_(keep_square).add_(good)
     first = mean / _over(mean_weight, stack)
-    second = (square / _over(square_weight, stack)).sqrt_().add_(rule.eps)
+    second = (square / _over(square_weight, stack)).sqrt_().add_(rule.eps or torch.finfo(raw.dtype).tiny)
     if not bases:
         return first.div_(second)
     return rotate(rotate(first, bases) / second, bases, back=True)

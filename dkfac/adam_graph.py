@@ -43,8 +43,9 @@ class AdamSteps:
         if not all(adam.is_alike(stack.layers, rules) for stack in stacks):
             return None
         places = [(stacks, *((p.data_ptr(), p.stride(), p.dtype) for p in given))]
+        self.parameters = given
         if self._places != places:
-            self._places, self.parameters = places, given
+            self._places = places
             self._items = _describe(stacks, given)
             device = stacks[0].device
             self._pointers = torch.tensor([p.data_ptr() for p in given], dtype=torch.int64, device=device)

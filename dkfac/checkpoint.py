@@ -68,7 +68,7 @@ def _save_layer(state: LayerState, layer: Layer, holding: Holding, decomposition
         saved["momentum"] = _save_average(state.momentum, layer.spec.grad_shape, blank)
         saved["moments"] = _save_average(state.moments, layer.spec.grad_shape, blank)
         if state.moments is not None and not decompositions:  # without its basis, in that of the weights
-            saved["moments"]["value"] = rotate_moments(state.moments.value, state.basis(), None)
+            saved["moments"]["value"] = rotate_moments(state.moments.value, state.basis(), None).clone()
     if not decompositions:
         return saved
     saved["decompositions"] = {
@@ -158,8 +158,9 @@ def _load_layer(saved: Any, layer: Layer, holding: Holding) -> LayerState:
         _same_shape(layer, key, value.value, known[key].shape)
         if key in holding.running:
             state.running[key] = value
+    is_adams = "momentum" in saved  # whose moments are of mean gradients, EKFAC's of each example's
     for name in ("momentum", "moments"):
-        if name in saved and (holding.adam or (holding.moments and name == "moments")):
+        if name in saved and (holding.adam if is_adams else holding.moments):
             average = _average(saved[name], layer)
             _same_shape(layer, name, average.value, layer.spec.grad_shape)
             setattr(state, name, average)

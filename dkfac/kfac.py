@@ -265,6 +265,7 @@ class KFAC:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The optimizer's pre-hook. A closure computes the gradients later, so it is wrapped."""
+        self._give_back()  # of a step that did not end
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             if not self._is_dummy(optimizer):

@@ -177,7 +177,8 @@ class Renewal:
         means = [m for la in stack.layers for m in runner.states[la.name].means.values()]
         used = [t for key in joined for t in stack.running(runner.states, key)]
         damping = stages.damping_values(runner.settings, runner.step)
-        key = [stack, *joined.values(), *means, *used, damping]
+        moments = stack.moments(runner.states, "moments") if runner.is_adam else ()
+        key = [stack, *joined.values(), *means, *used, *moments, damping]
         found = graph.run(key, lambda: _renew(stack, begin, end, runner), stack.device)
         return {key: good.clone() for key, good in found.items()}
 

@@ -114,6 +114,8 @@ class Runner:
         self.renewal.forget()
         self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
         self.publish_bases()
+        for layer in self.layers if self.settings.tf32 else ():
+            self.note_rounding(layer, stages.may_round(layer, self.states[layer.name], self.settings, self.step))
 
     def _lacking(self, exchange: Exchange, loaded: Loaded) -> set[str]:
         """Return the layers that a rank lacks; all ranks load the same step."""
@@ -169,6 +171,8 @@ class Runner:
                 norms = norms or stages.Norms(parameters, device)
                 written = updates.precondition(self, optimizer, rates, norms, good, device)
                 stages.zero_where(~good, stages.gradients([p for p in parameters if id(p) not in written]))
+        for p in self.stepped:  # the optimizer's, from before its layer was decomposed, or loaded
+            optimizer.state.pop(p, None)
         self.count("skipped_batches", ~good_batch)
         self.renewal.launch(self)
         self.step += 1
@@ -295,7 +299,8 @@ class Runner:
                 self.note_rounding(layer, stages.may_round(layer, state, self.settings, self.step))
         self.notices.thawed()
         self.publish_bases()
-        dominated = sum(stages.is_dominated(la, self.states[la.name], self.settings, self.step) for la in due)
+        divided = [] if self.is_adam else due  # Adam has no damping
+        dominated = sum(stages.is_dominated(la, self.states[la.name], self.settings, self.step) for la in divided)
         self.watch(dominated / len(due))
 
     def watch(self, dominated_share: float) -> None:

@@ -102,7 +102,8 @@ class Settings:
 
     tf32: bool = False
     """On a GPU, multiply the float32 matrices of factors and of preconditioning, not of decompositions, as TF32: four
-    times as fast. Not for ``report()["delicate_layers"]``, whose gradients it would spoil: little damping does that."""
+    times as fast. Not for ``report()["delicate_layers"]``, whose gradients it would spoil: little damping does that.
+    For all with ``curvature="adam-eigen"``: directions of little curvature are noise there, as with bfloat16."""
 
     cuda_graph: bool = False
     """One process on a GPU: take the arithmetic of ordinary steps from a CUDA graph, which spares the host its launches

@@ -140,7 +140,7 @@ def adopt(
         if not failed and key in found:
             state.decompositions[key] = stored(found[key], basis_dtype)
     state.decomposed_at = step
-    if state.moments is not None:
+    if state.moments is not None and any(rungs[key] not in ("kept", "raw") for key in found):
         new_basis = state.basis()
         is_adams = state.momentum is not None  # which goes on in the basis of the weights where there is no other
         if is_adams or (old_basis is not None and new_basis is not None):

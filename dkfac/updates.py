@@ -178,7 +178,8 @@ class _Lengths:
             scales = stages.scales(runner.settings.rescale, before, after, sane)
         divisor = 1.0 if loss_scale is None else loss_scale.to(self.device)
         runner.device["grad_norm"] = before.square().sum().sqrt() / divisor
-        runner.device["update_norm"] = (after * scales).square().sum().sqrt() / divisor
+        length = (after * scales).square().sum().sqrt()
+        runner.device["update_norm"] = length if runner.is_adam else length / divisor
         if layers is not self.order:
             place = {layer.name: i for i, layer in enumerate(layers)}
             scales = torch.stack([scales[place[layer.name]] for layer in self.order]) if self.order else self.scales

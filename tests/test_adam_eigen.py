@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
-from dkfac import KFAC, renew
+from dkfac import KFAC, renew, stages
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -847,3 +847,69 @@ def test_bases_in_bfloat16_resume_to_the_last_bit(stop):
 
 def test_rounded_bases_are_refused_where_eigenvalues_divide():
     refused(AdamW, "basis_dtype", "adam-eigen", basis_dtype="bfloat16", curvature="kfac")
+
+
+# What a second reader found
+
+
+def test_moments_of_adam_are_not_taken_for_ekfacs_nor_the_other_way():
+    model, optimizer, kfac = start()
+    train(model, optimizer, 0, 6)
+    adams = kfac.state_dict()
+    kfac.close()
+    with KFAC(model, announce=False, curvature="ekfac", norm_form="unit") as other:
+        other.load_state_dict(adams)
+        assert all(state.moments is None for state in other._runner.states.values())
+        backward(model, 0)
+        other.step()
+        backward(model, 1)
+        other.step()
+        ekfacs = other.state_dict()
+    assert any("moments" in layer for layer in ekfacs["layers"].values())
+    back = KFAC(model, optimizer, norm_form="unit", **(OPTIONS | RHYTHM))
+    back.load_state_dict(ekfacs)
+    assert all(state.moments is None for state in back._runner.states.values())
+
+
+def test_a_state_without_decompositions_is_a_copy():
+    model, optimizer, kfac = start()
+    train(model, optimizer, 0, 6)
+    saved = kfac.state_dict(decompositions=False)["layers"]
+    before = {name: layer["moments"]["value"].clone() for name, layer in saved.items()}
+    train(model, optimizer, 6, 8)
+    for name, value in before.items():
+        assert torch.equal(saved[name]["moments"]["value"], value)
+
+
+def test_a_step_that_raised_gives_its_gradients_back_before_the_next():
+    model, optimizer, _ = start()
+    train(model, optimizer, 0, 5)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    backward(model, 5)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    backward(model, 6)
+    wanted = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_the_optimizer_forgets_what_it_knew_of_layers_that_k_fac_steps():
+    model, optimizer, _ = start()
+    backward(model, 0, bad=float("nan"))
+    optimizer.step()
+    train(model, optimizer, 1, 6)
+    kept = {id(p) for p in optimizer.state}
+    assert kept == {id(model.place)}
+
+
+def test_a_layer_whose_basis_was_kept_goes_on_in_the_same_moments(monkeypatch):
+    model, optimizer, kfac = deep()
+    train(model, optimizer, 0, 10)
+    runner, layer = kfac._runner, kfac.layers[-1]
+    before = runner.states[layer.name].moments.value
+    monkeypatch.setattr(stages, "refresh", lambda factor, old, solver, shift: (old, "kept"))
+    renew._repair(runner, layer, "A")
+    assert runner.states[layer.name].moments.value is before

@@ -80,3 +80,17 @@ def test_a_layer_is_delicate_as_long_as_its_damping_is_small(solver):
             seen.append(kfac.report()["delicate_layers"])
         assert "0" in seen[0]
         assert seen[-1] == []
+
+
+def test_a_run_that_goes_on_knows_its_delicate_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 50, bias=False), nn.Tanh(), nn.Linear(50, 20, bias=False))
+    options = {"damping": 1e-4, "damping_mode": "relative", "tf32": True, "announce": False}
+    with dkfac.KFAC(model, **options) as kfac:
+        model(torch.relu(torch.randn(64, 60) * 0.1 + 2)).square().sum(1).mean().backward()
+        kfac.step()
+        saved, seen = kfac.state_dict(), kfac.report()["delicate_layers"]
+    assert seen
+    with dkfac.KFAC(model, **options) as other:
+        other.load_state_dict(saved)
+        assert other.report()["delicate_layers"] == seen
