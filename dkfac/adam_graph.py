@@ -5,6 +5,7 @@ A graph reads memory: learning rates and weight decay, which schedulers change, 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ class AdamSteps:
         self._places: list[Any] = []
         self._items: list[many.Items] | None = None
         """How parameters and the stacks' buffers belong together; None: Triton does not run."""
+        self._is_told = False
         self._pointers = self._rates = torch.zeros(0)
         """The parameters' addresses, and ``[2, parameters]``: learning rate, and what weight decay leaves of them."""
 
@@ -37,8 +39,11 @@ class AdamSteps:
         stacks = runner.stacks
         given = [p for stack in stacks for layer in stack.layers for p in layer.parameters() if p.grad is not None]
         known = [rules[id(p)] for p in given if id(p) in rules]
-        is_plain = len(known) == len(given) and not any(isinstance(rule.lr, Tensor) for rule in known)
-        if getattr(optimizer, "grad_scale", None) is not None or not is_plain:
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None
+        if is_scaled or any(isinstance(rule.lr, Tensor) for rule in known):
+            self._warn("a GradScaler with a fused optimizer" if is_scaled else "a learning rate that is a tensor")
+            return None
+        if len(known) < len(given):
             return None
         if not all(adam.is_alike(stack.layers, rules) for stack in stacks):
             return None
@@ -56,6 +61,11 @@ class AdamSteps:
         kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay) for r in known])
         moments = [stack.moments(runner.states, name) for stack in stacks for name in ("momentum", "moments")]
         return [self._rates, kinds, *(t for pair in moments for t in pair)]
+
+    def _warn(self, what: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(f"cuda_graph: Adam's steps are taken without a graph, because of {what}", stacklevel=2)
 
     def directions(self, runner: Runner, stack: Stack, good: Tensor) -> Tensor:
         """Absorb the gradients that were read into the moments, and return Adam's updates."""

@@ -104,10 +104,7 @@ class Runner:
     def resume(self, loaded: Loaded) -> None:
         """Go on from a loaded state. A collective call."""
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
-        for state in self.states.values():
-            state.decompositions = {
-                key: stored(d, self.settings.basis_dtype) for key, d in state.decompositions.items()
-            }
+        self._keep_bases()
         self._places.clear()
         self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
         self._flag = None
@@ -116,6 +113,12 @@ class Runner:
         self.publish_bases()
         for layer in self.layers if self.settings.tf32 else ():
             self.note_rounding(layer, stages.may_round(layer, self.states[layer.name], self.settings, self.step))
+
+    def _keep_bases(self) -> None:
+        """Bring bases that were loaded or converted to the type they are kept in."""
+        kept = self.settings.basis_dtype
+        for state in self.states.values():
+            state.decompositions = {key: stored(found, kept) for key, found in state.decompositions.items()}
 
     def _lacking(self, exchange: Exchange, loaded: Loaded) -> set[str]:
         """Return the layers that a rank lacks; all ranks load the same step."""
@@ -151,6 +154,7 @@ class Runner:
         if self._places != [(w.dtype, w.device) for w in self.weights]:
             for layer in self.layers:
                 self.states[layer.name].follow(layer.weight, layer.dtype)
+            self._keep_bases()
             self._stack()  # the model was moved or converted, or its state was loaded
         self._raise_what_failed()
         self._check_placement()

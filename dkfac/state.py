@@ -77,11 +77,7 @@ class LayerState:
                 average.weight.to(weight.device, dtype),
             )
         for key, decomposition in self.decompositions.items():
-            kinds = {
-                name: torch.bfloat16 if t.dtype == torch.bfloat16 else dtype
-                for name, t in decomposition.tensors().items()
-            }
-            moved = {name: t.to(weight.device, kinds[name]) for name, t in decomposition.tensors().items()}
+            moved = {name: t.to(weight.device, dtype) for name, t in decomposition.tensors().items()}
             self.decompositions[key] = from_tensors(moved)
         self.means = {key: t.to(weight.device, dtype) for key, t in self.means.items()}
         return True

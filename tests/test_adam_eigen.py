@@ -913,3 +913,19 @@ def test_a_layer_whose_basis_was_kept_goes_on_in_the_same_moments(monkeypatch):
     monkeypatch.setattr(stages, "refresh", lambda factor, old, solver, shift: (old, "kept"))
     renew._repair(runner, layer, "A")
     assert runner.states[layer.name].moments.value is before
+
+
+def test_bases_follow_a_model_that_is_converted():
+    model, optimizer, kfac = small(solver="warm-eigen", basis_dtype="bfloat16")
+    train(model, optimizer, 0, 6)
+
+    def kinds():
+        found = [d.vectors for state in kfac._runner.states.values() for d in state.decompositions.values()]
+        return {vectors.dtype for vectors in found if vectors is not None}
+
+    for dtype, kept in ((torch.float64, torch.float64), (torch.float32, torch.bfloat16)):
+        model.to(dtype)
+        for p in model.parameters():
+            optimizer.state.pop(p, None)
+        train(model, optimizer, 6, 12)
+        assert kinds() == {kept}

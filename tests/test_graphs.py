@@ -169,6 +169,23 @@ def lay_gradients_otherwise(step, model):
         model.to(memory_format=torch.contiguous_format if step == 5 else torch.channels_last)
 
 
+def test_a_learning_rate_that_is_a_tensor_goes_without_a_graph_and_says_so(acted, monkeypatch):
+    real = optimizer_of
+
+    def with_tensors(model, options):
+        optimizer = real(model, options)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        return optimizer
+
+    monkeypatch.setitem(globals(), "optimizer_of", with_tensors)
+    options = {"curvature": "adam-eigen", "solver": "warm-eigen"}
+    theirs = train(**options)
+    with pytest.warns(UserWarning, match="a learning rate that is a tensor"):
+        ours = train(**options, cuda_graph=True)
+    assert_same(ours, theirs, 1e-9)
+
+
 @pytest.mark.parametrize("change", [freeze_a_bias, lay_gradients_otherwise])
 def test_a_change_of_the_model_is_noticed(acted, change):
     theirs = train(change=change)
