@@ -85,7 +85,7 @@ class Waiting:
             return False
         call = Call(layer, form, sums, x, g, alike, number, (version(x), version(g)))
         if route is Route.ALONE:
-            self._sum([call])
+            self._sum([call], at_once=True)
         else:
             self._wait(call)
         return True
@@ -139,14 +139,14 @@ class Waiting:
         if calls:
             self._sum(calls)
 
-    def _sum(self, calls: list[Call]) -> None:
-        """Add calls to the sums they belong to."""
+    def _sum(self, calls: list[Call], *, at_once: bool = False) -> None:
+        """Add calls to the sums they belong to, where graphs sum them by one unless ``at_once``."""
         spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
         if spoilt is not None:
             self._tape.stop_waiting(spoilt)
             return
-        device, is_alone = calls[0].x.device, len(calls) == 1 and calls[0].x.nbytes + calls[0].g.nbytes >= ALONE_BYTES
-        if self.stages and not is_alone:
+        device = calls[0].x.device
+        if self.stages and not at_once:
             with self._tape.timer.stage("capture", device):
                 self._sum_staged(self._groups(calls), device)
             return

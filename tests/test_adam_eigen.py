@@ -788,20 +788,24 @@ def test_a_basis_that_fails_in_place_leaves_moments_where_they_are(monkeypatch):
         assert bool((torch.as_tensor(moments["value"]) >= 0).all())
 
 
-@pytest.mark.parametrize("stop", range(5, 12))
-def test_a_spread_refresh_resumes_anywhere(stop):
-    options = {"spread_refresh": 4}
-    model, optimizer, _ = deep(**options)
-    train(model, optimizer, 0, 16)
-    first, first_optimizer, kfac = deep(**options)
+def assert_resumes(make, stop, last):
+    """A run that is saved and loaded ends as one that is not, to the last bit."""
+    model, optimizer, _ = make()
+    train(model, optimizer, 0, last)
+    first, first_optimizer, kfac = make()
     train(first, first_optimizer, 0, stop)
-    second, second_optimizer, other = deep(**options)
+    second, second_optimizer, other = make()
     second.load_state_dict(first.state_dict())
     second_optimizer.load_state_dict(first_optimizer.state_dict())
     other.load_state_dict(kfac.state_dict())
-    train(second, second_optimizer, stop, 16)
+    train(second, second_optimizer, stop, last)
     for p, q in zip(model.parameters(), second.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("stop", range(5, 12))
+def test_a_spread_refresh_resumes_anywhere(stop):
+    assert_resumes(lambda: deep(spread_refresh=4), stop, 16)
 
 
 # Bases in half the memory
@@ -831,18 +835,7 @@ def test_bases_in_bfloat16_take_half_the_memory_and_nearly_the_same_steps(solver
 
 @pytest.mark.parametrize("stop", [3, 4, 5, 9])
 def test_bases_in_bfloat16_resume_to_the_last_bit(stop):
-    options = {"solver": "warm-eigen", "basis_dtype": "bfloat16"}
-    model, optimizer, _ = small(**options)
-    train(model, optimizer, 0, 14)
-    first, first_optimizer, kfac = small(**options)
-    train(first, first_optimizer, 0, stop)
-    second, second_optimizer, other = small(**options)
-    second.load_state_dict(first.state_dict())
-    second_optimizer.load_state_dict(first_optimizer.state_dict())
-    other.load_state_dict(kfac.state_dict())
-    train(second, second_optimizer, stop, 14)
-    for p, q in zip(model.parameters(), second.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_resumes(lambda: small(solver="warm-eigen", basis_dtype="bfloat16"), stop, 14)
 
 
 def test_rounded_bases_are_refused_where_eigenvalues_divide():

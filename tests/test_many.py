@@ -180,11 +180,11 @@ from triton.compiler import ASTSource
 from dkfac.ops import kernels, many
 
 KINDS = {"raw": "*fp32", "update": "*fp32", "scale": "*fp32", "pointers": "*i64", "meta": "*i64", "table": "*i64"}
-KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "rate": "*fp32", "left": "*fp32"}
+KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "left": "*fp32"}
 for kernel, constants in (
-    (many._move_kernel, {"OUT": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}),
-    (many._move_kernel, {"OUT": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}),
-    (many._step_kernel, {"DIMS": 2, "FIELDS": 16, "BLOCK": 1024}),
+    (many._move_kernel, {"MODE": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}),
+    (many._move_kernel, {"MODE": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}),
+    (many._move_kernel, {"MODE": 2, "DIMS": 2, "FIELDS": 16, "BLOCK": 1024}),
     (many._absorb_kernel, {"BLOCK": 1024}),
     (many._finite_kernel, {"BLOCK": 1024}),
 ):

@@ -84,7 +84,7 @@ def on_its_way(numbers: Sequence[float], device: torch.device, dtype: torch.dtyp
 
 def gather(pointers: Tensor, items: Items, inner: Tensor) -> None:
     """Copy the outer tensors to their parts of an inner one."""
-    _move(pointers, items, inner, inner, inner, inner, inner, out=False)
+    _move(pointers, items, inner, inner, inner, inner, inner, inner, mode=GATHER)
 
 
 def scatter(
@@ -95,16 +95,20 @@ def scatter(
     ``raw`` and ``update`` are inner tensors of one shape and layout; i is an item's index.
     """
     assert raw.stride() == update.stride()
-    _move(pointers, items, raw, update, scale, sane, good, out=True)
+    _move(pointers, items, raw, update, scale, scale, sane, good, mode=SCATTER)
+
+
+GATHER, SCATTER, STEP = range(3)
 
 
 def _move(
-    pointers: Tensor, items: Items, raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor, *, out: bool
-) -> None:
+    pointers: Tensor, items: Items, raw: Tensor, update: Tensor, scale: Tensor, left: Tensor, sane: Tensor,
+    good: Tensor, *, mode: int,
+) -> None:  # fmt: skip
     assert raw.storage_offset() == 0
     kernels.launch(
-        _move_kernel, len(items.meta) * items.programs, raw, update, pointers, items.meta, scale, sane, good,
-        items.programs, OUT=int(out), DIMS=items.dims, FIELDS=FIELDS, BLOCK=BLOCK,
+        _move_kernel, len(items.meta) * items.programs, raw, update, pointers, items.meta, scale, left, sane, good,
+        items.programs, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -115,11 +119,7 @@ def step(
 
     ``update``: an inner tensor. n: the item; i: its index.
     """
-    assert update.storage_offset() == 0
-    kernels.launch(
-        _step_kernel, len(items.meta) * items.programs, update, pointers, items.meta, rate, left, sane, good,
-        items.programs, DIMS=items.dims, FIELDS=FIELDS, BLOCK=BLOCK,
-    )  # fmt: skip
+    _move(pointers, items, update, update, rate, left, sane, good, mode=STEP)
 
 
 class Totals:
@@ -152,10 +152,12 @@ class Totals:
 
 
 def _move_kernel(  # type: ignore[no-untyped-def]
-    raw, update, pointers, meta, scale, sane, good, programs,
-    OUT: tl.constexpr, DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    raw, update, pointers, meta, scale, left, sane, good, programs,
+    MODE: tl.constexpr, DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    meta += (tl.program_id(0) // programs) * FIELDS
+    # MODE: 0 from the outer tensors, 1 to them, 2 a step of theirs.
+    item = tl.program_id(0) // programs
+    meta += item * FIELDS
     size = tl.load(meta).to(tl.int32)
     outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(tl.float32))
     index = tl.load(meta + 2)
@@ -174,7 +176,13 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             there += digit * tl.load(meta + 11 + dim).to(tl.int32)
         here += rest * tl.load(meta + 11 - DIMS).to(tl.int32)
         there += rest * tl.load(meta + 15 - DIMS).to(tl.int32)
-        if OUT:
+        if MODE == 2:
+            if tl.load(good):
+                found = tl.load(outer + there, mask=inside, other=0.0) * tl.load(left + item)
+                if tl.load(sane + index):
+                    found -= tl.load(update + here, mask=inside, other=0.0) * tl.load(scale + item)
+                tl.store(outer + there, found, mask=inside)
+        elif MODE == 1:
             found = tl.zeros((BLOCK,), tl.float32)
             if tl.load(good):
                 if tl.load(sane + index):
@@ -184,38 +192,6 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             tl.store(outer + there, found, mask=inside)
         else:
             tl.store(raw + here, tl.load(outer + there, mask=inside, other=0.0), mask=inside)
-
-
-def _step_kernel(  # type: ignore[no-untyped-def]
-    update, pointers, meta, rate, left, sane, good, programs,
-    DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    item = tl.program_id(0) // programs
-    meta += item * FIELDS
-    size = tl.load(meta).to(tl.int32)
-    outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(tl.float32))
-    is_sane = tl.load(sane + tl.load(meta + 2))
-    update += tl.load(meta + 3)
-    kept = tl.load(left + item)
-    length_of_step = tl.load(rate + item)
-    if tl.load(good):
-        for begin in range((tl.program_id(0) % programs) * BLOCK, size, programs * BLOCK):
-            rest = begin + tl.arange(0, BLOCK)
-            inside = rest < size
-            here = tl.zeros((BLOCK,), tl.int32)
-            there = tl.zeros((BLOCK,), tl.int32)
-            for dim in tl.static_range(3, 4 - DIMS, -1):
-                length = tl.load(meta + 3 + dim).to(tl.int32)
-                digit = rest % length
-                rest = rest // length
-                here += digit * tl.load(meta + 7 + dim).to(tl.int32)
-                there += digit * tl.load(meta + 11 + dim).to(tl.int32)
-            here += rest * tl.load(meta + 11 - DIMS).to(tl.int32)
-            there += rest * tl.load(meta + 15 - DIMS).to(tl.int32)
-            old = tl.load(outer + there, mask=inside, other=0.0) * kept
-            if is_sane:
-                old -= tl.load(update + here, mask=inside, other=0.0) * length_of_step
-            tl.store(outer + there, old, mask=inside)
 
 
 def _finite_kernel(table, flag, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
