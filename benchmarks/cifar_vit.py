@@ -14,7 +14,7 @@ from transformer_study import Block, Task, add_arguments, initialise, study
 
 SIZES = {
     "tiny": {"layers": 2, "width": 32, "heads": 2, "patch": 8, "batch": 32, "steps": 60},
-    "small": {"layers": 6, "width": 256, "heads": 4, "patch": 4, "batch": 512, "steps": 1000},
+    "small": {"layers": 6, "width": 256, "heads": 4, "patch": 4, "batch": 256, "steps": 1000},
 }
 
 

@@ -10,6 +10,7 @@ Inputs are random, made once on the device: what is asked is what a step costs, 
 """
 
 import argparse
+import gc
 import math
 import sys
 import time
@@ -49,16 +50,37 @@ def measure(training: Training, warmup: int, steps: int) -> dict:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     stages = training.kfac.report()["stage_seconds"] if training.kfac else {}
-    first = training.steps
-    times, wall = training.block(steps)
+    first, pauses = training.steps, Pauses()
+    with pauses:
+        times, wall = training.block(steps)
     entry = summary(times, wall) | {"warmup_steps": warmup, "last_loss": float(training.loss.detach())}
     entry["peak_bytes"] = max(before, torch.cuda.max_memory_allocated()) if cuda else 0
+    entry["collections"] = pauses.found
+    entry["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() if cuda else 0
     entry["peak_measured_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     training.loss = training.loss.detach()
     entry["resident_bytes"] = torch.cuda.memory_allocated() if cuda else 0
     if training.kfac is not None:
         entry |= figures_of(training, stages, times, first)
     return entry
+
+
+class Pauses:
+    """Python's garbage collections while it is entered: milliseconds of those that took one or more."""
+
+    def __enter__(self) -> None:
+        self.found: list[float] = []
+        self._begin = 0.0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict) -> None:
+        now = time.perf_counter()
+        if phase == "stop" and now - self._begin >= 1e-3:
+            self.found.append(1e3 * (now - self._begin))
+        self._begin = now
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self)
 
 
 def figures_of(training: Training, stages: dict, times: list[float], first: int) -> dict:
@@ -125,7 +147,7 @@ def compare(entry: dict, baselines: list[dict]) -> None:
     """
     for key, name in (("mean_ms", "ratio"), ("median_ms", "ratio_of_medians"), ("wall_mean_ms", "ratio_of_wall")):
         entry[name] = entry[key] / (sum(b[key] for b in baselines) / len(baselines))
-    for key in ("peak_bytes", "peak_measured_bytes", "resident_bytes"):
+    for key in ("peak_bytes", "peak_measured_bytes", "peak_reserved_bytes", "resident_bytes"):
         entry[f"extra_{key}"] = entry[key] - max(b[key] for b in baselines)
     entry["square_copies_resident"] = entry["extra_resident_bytes"] / entry["square_copy_bytes"]
     entry["square_copies_at_peak"] = entry["extra_peak_bytes"] / entry["square_copy_bytes"]

@@ -181,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: dict) -> None:
     add("--optimizers", default=",".join(GRIDS))
     add("--seeds", type=int, default=3)
     add("--fractions", default="0.5,0.33", help="of the steps, which are tried too")
+    add("--fractions-of", help="optimizers that take fewer steps too; by default all")
     add("--options", default="{}", help="JSON: further settings of K-FAC, by optimizer")
     add("--lrs", default="{}", help="JSON: learning rates instead of the grids, by optimizer")
     add("--workers", type=int, default=2)
@@ -195,16 +196,22 @@ def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: s
     base = {name: {"size": size, "optimizer": name, "options": options.get(name, {})} for name in names}
     grids = GRIDS | json.loads(args.lrs)
     fractions = [1.0, *(float(f) for f in args.fractions.split(",") if f)]
-    grid = [base[n] | {"lr": lr, "seed": 0, "fraction": f} for f in fractions for n in names for lr in grids[n]]
+    shortened = (args.fractions_of or args.optimizers).split(",")
+    wanted = [(n, f) for f in fractions for n in names if f == 1 or n in shortened]
+    parameters = sum(p.numel() for p in make(data, size, "cpu").model().parameters())
+    out = args.out or f"benchmarks/results/{name}_{args.size}_{'h200' if device == 'cuda' else 'cpu'}.json"
+    figures = {"size": size, "parameters": parameters, "workers": args.workers, "grids": {n: grids[n] for n in names}}
+    grid = [base[n] | {"lr": lr, "seed": 0, "fraction": f} for n, f in wanted for lr in grids[n]]
     runs = run_all(grid, make, data, device, args.workers)
+    write(out, figures | {"runs": runs})  # what follows may not be reached
     best = {}
-    for n in names:
-        for fraction in fractions:
-            tried = [r for r in runs if (r["config"]["optimizer"], r["config"]["fraction"]) == (n, fraction)]
-            best[n, fraction] = min(tried, key=lambda r: r["final"])["config"]["lr"]
+    for n, fraction in wanted:
+        tried = [r for r in runs if (r["config"]["optimizer"], r["config"]["fraction"]) == (n, fraction)]
+        best[n, fraction] = min(tried, key=lambda r: r["final"])["config"]["lr"]
     further = [base[n] | {"lr": lr, "seed": seed, "fraction": f} for (n, f), lr in best.items()
                for seed in range(1, args.seeds)]  # fmt: skip
     runs += run_all(further, make, data, device, args.workers)
+    write(out, figures | {"runs": runs})
     times, table = step_times(names, base, best, make, data, device), {}
     for (n, fraction), lr in best.items():
         chosen = [r for r in runs if r["config"] | {"seed": 0} == base[n] | {"lr": lr, "seed": 0, "fraction": fraction}]
@@ -215,7 +222,4 @@ def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: s
         table[f"{n} x{fraction:g}"] = entry
         print(f"{n:12} x{fraction:<5g} lr {lr:<7g} loss {entry['loss']:.4f} +- {spread:.4f} in {seconds:.1f} s, "
               f"{times[n]:.1f} ms a step", flush=True)  # fmt: skip
-    parameters = sum(p.numel() for p in make(data, size, "cpu").model().parameters())
-    out = args.out or f"benchmarks/results/{name}_{args.size}_{'h200' if device == 'cuda' else 'cpu'}.json"
-    figures = {"size": size, "parameters": parameters, "workers": args.workers, "grids": {n: grids[n] for n in names}}
     write(out, figures | {"step_ms": times, "table": table, "runs": runs})

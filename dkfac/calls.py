@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -49,42 +49,63 @@ def form_of(layer: Layer) -> Form:
     return Form(number, strip_taps(module), is_pointwise, num_elements, num_dims)
 
 
+class Route(Enum):
+    """What is done with a call."""
+
+    REFUSED = auto()
+    """It cannot wait, and is summed by others."""
+    ALONE = auto()
+    """Summed at once."""
+    WAITING = auto()
+    """Summed with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Calls that can be summed together if their weights are the same too."""
+
+    number: int
+    layer: Layer
+    """One that is called so."""
+    form: Form
+    examples: int
+    route: Route
+    most: int
+    """So many of them at a time."""
+    rows: float
+    """In a call: positions of the output of a convolution, of the input of others."""
+    num_bytes: int
+    """Of input and gradient."""
+    factor_bytes: int
+    blocks: int
+    """Of a factor."""
+    source: tuple[Any, ...] | None
+    """What A depends on besides the input, if its sum may be that of other layers too."""
+
+
 @dataclass(slots=True)
 class Call:
-    layer: Layer
-    form: Form
+    kind: Kind
+    name: str
     sums: Sums
     x: Tensor
     g: Tensor
-    alike: tuple[Any, ...]
-    """What must be equal to sum calls together; examples and weight are the last."""
+    weight: float
+    """Of G."""
     number: int = -1
     """The same for calls on the same input; -1: not known."""
-    versions: tuple[int, int] = (-1, -1)
-    """How often input and gradient had been changed in place."""
-
-    @property
-    def weight(self) -> float:
-        """Of G."""
-        weight: float = self.alike[-1]
-        return weight
+    x_version: int = -1
+    """How often the input, and the gradient, had been changed in place."""
+    g_version: int = -1
 
     @property
     def is_intact(self) -> bool:
-        return self.versions == (version(self.x), version(self.g))
+        return self.x_version == version(self.x) and self.g_version == version(self.g)
 
     @property
     def source(self) -> tuple[Any, ...] | None:
         """What A is a sum over; None if that is not known."""
-        if self.number < 0 or not self.form.is_pointwise:
-            return None
-        return (self.number, self.layer.kind, self.layer.has_bias, self.x.shape, self.x.dtype, self.layer.dtype)
-
-    @property
-    def rows(self) -> float:
-        """How many there are: positions of the output of a convolution, of the input of others."""
-        x, g = self.x, self.g
-        return float(x.shape[0] * math.prod(g.shape[2:]) if self.form.num_dims else x.numel() // x.shape[-1])
+        return None if self.number < 0 or self.kind.source is None else (self.number, self.kind.source)
 
 
 def version(tensor: Tensor) -> int:
@@ -115,9 +136,9 @@ def products(
     layer is pointwise. ``patch_bytes``: a convolution's patches are formed for so many examples of one call at a time
     that they fit in this.
     """
-    layer, (*_, examples, _) = call.layer, call.alike
+    layer, examples = call.kind.layer, call.kind.examples
     patch_bytes = patch_bytes if parts == 1 else 2**62  # a piece would not be so much of each call
-    if parts == 1 and call.form.is_pointwise:
+    if parts == 1 and call.kind.form.is_pointwise:
         if layer.kind == "conv":
             x, g = x.movedim(1, -1), g.movedim(1, -1)
         gradients = gram_of_rows(g.reshape(-1, g.shape[-1]), ones=False, dtype=layer.dtype, scale=weight)

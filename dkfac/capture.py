@@ -40,6 +40,7 @@ class Probe:
         self.before_forward: Callable[[], None] | None = None
         self.handle = next(_HANDLES)
         self.tape: Tape | None = tape
+        self.tape_ref = ref(tape)
         TAPES[self.handle] = tape
         self._last: tuple[ref[Tensor], int, int] | None = None
         self.examples = -1
@@ -141,6 +142,8 @@ class LayerHook:
         """Whether autocast may run the layer in a lower precision than its input's."""
         module: Any = layer.module
         self.is_conv = layer.kind == "conv"
+        self.is_shared = not self.is_conv or set(module.kernel_size) == {1}
+        """Whether others' sums of the same input are of use."""
         self.is_plain = layer.kind in ("linear", "conv1d-transposed") or (
             self.is_conv and module.padding_mode == "zeros" and not isinstance(module.padding, str)
         )
@@ -153,7 +156,10 @@ class LayerHook:
         if not torch.compiler.is_compiling() and probe.tape is not None:
             if torch._C._are_functorch_transforms_active():
                 return None
-            probe.tape.enter()
+            if torch._C._current_graph_task_id() != -1:
+                probe.tape.enter()
+            if self.is_plain and self._hand_over(module, args, kwargs, output):
+                return None
         if not output.requires_grad or not _weight(module).requires_grad:
             return None
         if probe.sizes is None and probe.terms < 0:  # the tensor first: a compiled block must not look at the number
@@ -168,8 +174,6 @@ class LayerHook:
                 f"the loss scale does not enter the statistics"
             )
         x = args[0] if args else next(iter(kwargs.values()))
-        if self.is_plain and not torch.compiler.is_compiling() and self._hand_over(x, output):
-            return None
         x, batch_stats = x.detach(), uses_batch_stats(module)
         if self.casts and x.is_floating_point() and x.dtype != output.dtype:
             x = x.to(output.dtype)  # what the layer saw under autocast; the original may change in place
@@ -185,17 +189,27 @@ class LayerHook:
             call = (probe.handle, self.index, (probe.examples, probe.terms), batch_stats)
             return Watch.apply(output, x, call)  # type: ignore[no-untyped-call]
 
-    def _hand_over(self, x: Tensor, output: Tensor) -> bool:
-        """Ask the output's own node for input and gradient; False where it does not have them."""
-        probe = self.probe
+    def _hand_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> bool:
+        """Ask the output's own node for input and gradient; False where it does not have them, or all is not well.
+
+        Called for each layer in each measured step, so that every line counts where launches are what takes time.
+        """
+        probe, weight = self.probe, module._parameters.get("weight")
         assert probe.tape is not None
-        if probe.tape.overlap is not None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return False  # who keeps tensors elsewhere, as checkpointing does, may give them back only once
-        node = keeper(output, x.shape, self.is_conv)
-        if node is None:
+        if weight is None or not weight.requires_grad or probe.terms < 0 or probe.tape.overlap is not None:
             return False
-        call = (probe.handle, self.index, (probe.examples, probe.terms))
-        node.register_prehook(Handover(*call, x.shape, probe.number_of(x)))
+        if output.dtype is torch.float16 and not probe.has_scaler and weight.dtype is not torch.float16:
+            return False
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return False  # who keeps tensors elsewhere, as checkpointing does, may give them back only once
+        shape, number = None, -1
+        if self.is_shared:
+            x = args[0] if args else next(iter(kwargs.values()))
+            shape, number = None if self.is_conv else x.shape, probe.number_of(x)
+        node: Any = output.grad_fn if shape is None else keeper(output, shape)
+        if node is None or (shape is None and type(node).__name__ != "ConvolutionBackward0"):
+            return False
+        node.register_prehook(Handover(probe.tape_ref, self.index, (probe.examples, probe.terms), shape, number))
         return True
 
 

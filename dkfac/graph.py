@@ -7,6 +7,7 @@ and from buffers that stay. A graph is captured again when a buffer, a decomposi
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from dkfac.adam_graph import AdamSteps
 from dkfac.ops import many
 from dkfac.ops.fused import finish_
 from dkfac.ops.precision import tf32
-from dkfac.replay import Captured
+from dkfac.replay import Captured, Pool
 from dkfac.stacks import Stack, write_back
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ LARGE = 2**22
 class StepGraph:
     """The two halves of a step: are the gradients finite, and what are the updates?"""
 
-    def __init__(self) -> None:
-        self._reading, self._writing = Captured(), Captured()
+    def __init__(self, pool: Pool) -> None:
+        self._reading, self._writing = Captured(pool), Captured(pool)
         self._adam = AdamSteps()
         self._stacks: list[Stack] = []
         self._parameters: list[Tensor] = []
@@ -53,7 +54,7 @@ class StepGraph:
         stacks, device = runner.stacks, runner.stacks[0].device
         given = [p for p in parameters if p.grad is not None]
         is_known = self._stacks is stacks and len(given) == len(self._parameters)
-        if not is_known or any(map(_differ, given, self._parameters)):
+        if not is_known or any(map(operator.is_not, given, self._parameters)):
             self._prepare(runner, given, device)
         grads = [p.grad for p in self._used if p.grad is not None]
         forms = [(g.stride(), g.dtype) for g in grads]
@@ -228,7 +229,3 @@ def wants_graphs(runner: Runner) -> bool:
     devices = {layer.weight.device for layer in runner.layers}
     one = len(devices) == 1 and next(iter(devices)).type == "cuda"
     return runner.settings.cuda_graph and runner.exchange is None and one
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return one is not other

@@ -7,7 +7,7 @@ recomputation of activation checkpointing need no rule.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -83,17 +83,15 @@ class Capture(torch.autograd.Function):
         return g, None, None, None, None, None, None, None
 
 
-_KEPT = {"ConvolutionBackward0": "_saved_input", "AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
+_KEPT = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 """Where autograd's own nodes keep their input."""
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0"}
 
 
-def keeper(output: Tensor, shape: torch.Size, is_conv: bool) -> Any:
-    """Return the node that made a layer's output, if it keeps the layer's input for its own backward, or None."""
+def keeper(output: Tensor, shape: torch.Size) -> Any:
+    """Return the node that made a linear layer's output, if it keeps the input for its own backward, or None."""
     node: Any = output.grad_fn
     name = type(node).__name__
-    if is_conv:
-        return node if name == "ConvolutionBackward0" else None
     if name in _VIEWS:  # which is another one once the output is changed in place
         node = node.next_functions[0][0]
         name = type(node).__name__
@@ -109,33 +107,33 @@ class Handover:
     Far less work for the host than a node of one's own, and no second copy of an input that autocast converted.
     """
 
-    __slots__ = ("_handle", "_index", "_input", "_shape", "_sizes")
+    __slots__ = ("_index", "_input", "_shape", "_sizes", "_tape")
 
-    def __init__(self, handle: int, index: int, sizes: tuple[int, int], shape: torch.Size, number: int) -> None:
-        """``number``: the same for calls on the same input."""
-        self._handle, self._index, self._sizes, self._shape, self._input = handle, index, sizes, shape, number
+    def __init__(
+        self, tape: ref[Tape], index: int, sizes: tuple[int, int], shape: torch.Size | None, number: int
+    ) -> None:
+        """``shape``: of a linear layer's input. ``number``: the same for calls on the same input."""
+        self._tape, self._index, self._sizes, self._shape, self._input = tape, index, sizes, shape, number
 
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
-        tape = TAPES.get(self._handle)
-        if tape is None:
+        tape, g, shape = self._tape(), gradients[0], self._shape
+        if tape is None or g is None:  # g of a function behind the layer that returns none
             return
-        _refuse_second_order(tape, self._index)
+        if torch.is_grad_enabled():
+            _refuse_second_order(tape, self._index)
         node: Any = torch._C._current_autograd_node()  # not kept by us: it keeps us
-        if gradients[0] is None:  # of a function behind the layer that returns none
-            return
-        x, (g, *_), shape = getattr(node, _KEPT[type(node).__name__]).detach(), gradients, self._shape
-        if x.ndim != len(shape):  # of a linear layer, whose rows are its own
+        x = node._saved_input if shape is None else getattr(node, _KEPT[type(node).__name__])
+        if shape is not None and x.ndim != len(shape):  # the rows are the node's own
             x, g = x.view(shape), g.reshape(*shape[:-1], g.shape[-1])
         tape.record(self._index, x, g, self._sizes, False, source=self._input)
 
 
 def _refuse_second_order(tape: Tape, index: int) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"layer {tape.layers[index].name!r} is differentiated twice (create_graph=True): dkfac cannot tell the "
-            f"gradient's gradient from the loss's. Detach K-FAC for such losses (gradient penalties, physics-informed "
-            f"networks)."
-        )
+    raise RuntimeError(
+        f"layer {tape.layers[index].name!r} is differentiated twice (create_graph=True): dkfac cannot tell the "
+        f"gradient's gradient from the loss's. Detach K-FAC for such losses (gradient penalties, physics-informed "
+        f"networks)."
+    )
 
 
 class Watch(torch.autograd.Function):
@@ -157,7 +155,8 @@ class Watch(torch.autograd.Function):
         handle, index, sizes, batch_stats = ctx.call
         tape = TAPES.get(handle)
         if tape is not None:
-            _refuse_second_order(tape, index)
+            if torch.is_grad_enabled():
+                _refuse_second_order(tape, index)
             tape.record(index, x, g, sizes, batch_stats)
         return g, None, None
 

@@ -16,9 +16,6 @@ ALIGNED = 512
 MOST_GRAPHS = 256
 """Of functions of tensors that are copied; when there are more, all are captured anew."""
 
-MOST_PLACES = 4096
-"""Of copies that are remembered; where lengths vary there is no end of them."""
-
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 """Where graphs are captured that run one after the other. One for each device: cuBLAS keeps a workspace for each stream
 that it has seen, and graphs captured on one stream share it."""
@@ -112,24 +109,32 @@ class Staged:
     """
 
     def __init__(self) -> None:
-        self._inputs, self._results, self._pool = Arena(), Arena(), Pool()
+        self._inputs, self._results, self.pool = Arena(), Arena(), Pool()
         self._graphs: dict[Any, Captured] = {}
+        self._places: dict[Any, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
+        """By key: the memory, and in it what the function is given and what is copied to."""
 
     def run(
         self, key: Any, function: Callable[..., Sequence[Tensor]], scales: Sequence[float], *groups: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return what the function returns for groups of tensors, each as one, times ``scales``.
 
-        ``key``: all else that it depends on.
+        ``key``: all else that it depends on, and the tensors' shapes.
         """
         self._inputs.clear()
         self._results.clear()
-        copies = self._inputs.keep(*groups)
-        if key not in self._graphs and len(self._graphs) == MOST_GRAPHS:
+        if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
             self._graphs.clear()
-        graph = self._graphs.setdefault(key, Captured(self._pool))
-        places = (self._results.address, *((copy.data_ptr(), copy.stride()) for copy in copies))
-        found = graph.run([places], lambda: self._results.keep(*([t] for t in function(*copies))), copies[0].device)
+            self._places.clear()
+        memory, copies, parts = self._places.get(key, (None, [], []))
+        if memory is not self._inputs.memory:
+            copies, parts = self._inputs.place(*groups)
+            if self._inputs.has_room:
+                self._places[key] = self._inputs.memory, copies, parts
+        torch._foreach_copy_(parts, [tensor for group in groups for tensor in group])
+        graph = self._graphs.setdefault(key, Captured(self.pool))
+        given = [copies, self._results.memory]
+        found = graph.run(given, lambda: self._results.keep(*([t] for t in function(*copies))), copies[0].device)
         return list(torch._foreach_mul(found, list(scales)))
 
 
@@ -140,12 +145,12 @@ class Arena:
         self.used = 0
         """Bytes; to set it back gives up the copies made since."""
         self._wanted = 0
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[Any, tuple[Tensor, list[Tensor]]] = {}
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     @property
-    def address(self) -> int:
-        return self._memory.data_ptr()
+    def has_room(self) -> bool:
+        """Whether the copies made since the last ``clear`` all lie here."""
+        return self.used <= len(self.memory)
 
     def keep(self, *groups: Sequence[Tensor]) -> list[Tensor]:
         """Return copies without gaps; in memory of their own if there is no room yet. All are on one device.
@@ -153,45 +158,39 @@ class Arena:
         The tensors of a group are of one form, and their copies one tensor: one after the other along the first
         dimension.
         """
-        found, parts, tensors = list[Tensor](), list[Tensor](), list[Tensor]()
+        found, parts = self.place(*groups)
+        torch._foreach_copy_(parts, [tensor for group in groups for tensor in group])
+        return found
+
+    def place(self, *groups: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where copies of groups are to be, as one tensor a group and as one for each tensor."""
+        found, parts = list[Tensor](), list[Tensor]()
         for group in groups:
             whole, places = self._place(group[0], len(group))
             found.append(whole)
             parts += places
-            tensors += group
-        torch._foreach_copy_(parts, tensors)
-        return found
+        return found, parts
 
     def _place(self, tensor: Tensor, number: int) -> tuple[Tensor, list[Tensor]]:
         begin = self.used + -self.used % ALIGNED
         end = self.used = begin + number * tensor.nbytes
-        form = (begin, number, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        found = self._places.get(form)
-        if found is not None:
-            return found
         self._wanted = max(self._wanted, end)
-        if self._memory.device != tensor.device:
-            self._memory, self._places = self._memory.new_empty(0, device=tensor.device), {}
-        has_room = len(self._memory) >= end
-        flat = self._memory[begin:end].view(tensor.dtype) if has_room else tensor.new_empty(number * tensor.numel())
+        if self.memory.device != tensor.device:
+            self.memory = self.memory.new_empty(0, device=tensor.device)
+        has_room = len(self.memory) >= end
+        flat = self.memory[begin:end].view(tensor.dtype) if has_room else tensor.new_empty(number * tensor.numel())
         like = torch.empty_like(tensor, device="meta")
         if number == 1:
             whole = flat.as_strided(tensor.shape, like.stride())
-            found = whole, [whole]
-        else:
-            first = tensor.shape[0]
-            if like.stride(0) * first != tensor.numel():
-                like = torch.empty(tensor.shape, device="meta")
-            whole = flat.as_strided((number * first, *tensor.shape[1:]), like.stride())
-            found = whole, list(torch.split(whole, first))
-        if has_room:
-            if len(self._places) == MOST_PLACES:
-                self._places.clear()
-            self._places[form] = found
-        return found
+            return whole, [whole]
+        first = tensor.shape[0]
+        if like.stride(0) * first != tensor.numel():
+            like = torch.empty(tensor.shape, device="meta")
+        whole = flat.as_strided((number * first, *tensor.shape[1:]), like.stride())
+        return whole, list(torch.split(whole, first))
 
     def clear(self) -> None:
         """Give up all copies, and make room for as many as there were."""
         self.used = 0
-        if len(self._memory) < self._wanted:
-            self._memory, self._places = self._memory.new_empty(self._wanted), {}
+        if len(self.memory) < self._wanted:
+            self.memory = self.memory.new_empty(self._wanted)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac import absorb, conclude, health, reduce, renew, shares, stages, updates
+from dkfac import conclude, health, reduce, renew, shares, stages, updates
+from dkfac.absorb import Absorber
 from dkfac.checkpoint import Loaded
 from dkfac.exchange import Exchange
 from dkfac.graph import StepGraph, look_at_gradients, wants_graphs
@@ -52,7 +53,7 @@ class Runner:
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.renewal = renew.Renewal()
-        self.graph = StepGraph()
+        self.graph, self.absorber = StepGraph(tape.waiting.staged.pool), Absorber(tape.waiting.staged.pool)
         self._refreshed_at = -1
         self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
         """Whether layers take their steps here, and the parameters that took one."""
@@ -211,14 +212,17 @@ class Runner:
             self.counters["refreshes"] += 1
 
     def count(self, name: str, happened: Tensor) -> None:
-        count = happened.float()
-        self.device[name] = count + self.device[name].to(count.device) if name in self.device else count
+        known = self.device.get(name)
+        if known is not None and known.device == happened.device:
+            known += happened
+        else:
+            self.device[name] = happened.float() + (0.0 if known is None else known.to(happened.device))
 
     def _average(self, measured: Measured, good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
         if self.exchange is None:
-            good = absorb.absorb(self, measured, good, decay)
+            good = self.absorber.absorb(self, measured, good, decay)
         else:
             reduced = self.last_reduced = reduce.Reduced(self, self.exchange, measured, good)
             good = reduced.good

@@ -63,7 +63,7 @@ class Tape:
         self.may_wait = self.waits = True
         """Whether calls may be summed later than they are recorded."""
         kinds = settings.weight_sharing, settings.fisher, settings.curvature == "ekfac"
-        self._is_plain = kinds == ("expand", "empirical", False)
+        self._is_plain, self._is_exact = kinds == ("expand", "empirical", False), settings.fisher == "exact"
         self._lock = threading.RLock()
         self._task = -1
         self._counted = False
@@ -187,6 +187,8 @@ class Tape:
     ) -> None:  # fmt: skip
         """Add one call of a layer, from inside its backward. ``sizes``: examples, and terms of the loss.
 
+        ``x`` may still be part of the graph: to detach it would cost the host more than all the rest.
+
         ``at_once``: the tensors' memory is used for others afterwards, as compiled code does. ``source``: the number of
         the input.
         """
@@ -199,26 +201,30 @@ class Tape:
             self.error = self.error or error
 
     def _record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, source: int) -> None:
-        layer = self.layers[index]
-        self.enter()
-        exact = self.settings.fisher == "exact"
-        if (exact and self.column is None) or (not exact and not self._reaches(layer.weight)):
+        layer, exact = self.layers[index], self._is_exact
+        if self._task == -1:
+            self.enter()
+        if (exact and self.column is None) or (not exact and not self._reaches(layer, index)):
             return
         examples, terms = sizes
         device = g.device
         with self._lock:  # layers on other devices have backward threads of their own
-            self.begin_pass(float(terms))
+            if not self._counted:
+                self.begin_pass(float(terms))
             if g.numel() == 0:
                 return
             number = float(terms) if self._terms is None else _here(self._terms.number, g)
             weight = 1.0 if exact or self.settings.accumulate == "terms" else number * number
-            sums = self.window.layers.setdefault(layer.name, Sums())
+            name = layer.spec.name
+            sums = self.window.layers.get(name)
+            if sums is None:
+                sums = self.window.layers[name] = Sums()
             call = (self.window.num_passes, self.column)
             sums.called_again |= call == sums.last_call
             sums.last_call = call
             sums.calls += 1
-            may_wait = not isinstance(weight, Tensor) and self._may_wait(layer.name)
-            if may_wait and self.waiting.add(layer, sums, x, g, examples, float(weight), source):
+            may_wait = not isinstance(weight, Tensor) and self._may_wait(name)
+            if may_wait and self.waiting.add(index, sums, x, g, examples, float(weight), source):
                 return
         batch_dim = self.settings.batch_dim
         no_autocast = torch.autocast(device.type, enabled=False)
@@ -234,13 +240,14 @@ class Tape:
         if self.overlap is not None:
             self.overlap.note_recorded(layer, called_again=sums.called_again)
 
-    def _reaches(self, weight: Tensor) -> bool:
-        """Whether this pass computes a weight's gradient; finding the node for that is slow, so it is kept."""
-        kept = self._nodes.get(id(weight))
-        if kept is None or kept[0] is not weight or kept[1:3] != (weight.dtype, weight.device):
+    def _reaches(self, layer: Layer, index: int) -> bool:
+        """Whether this pass computes a layer's gradient; finding the node for that is slow, so it is kept."""
+        weight, kept = layer.weight, self._nodes.get(index)
+        if kept is None or kept[0] is not weight or kept[1] is not weight.dtype or kept[2] != weight.device:
             if not weight.requires_grad:
                 return False
-            kept = self._nodes[id(weight)] = (weight, weight.dtype, weight.device, accumulator(weight))
+            self.waiting.forget(index)
+            kept = self._nodes[index] = (weight, weight.dtype, weight.device, accumulator(weight))
         return reaches(weight, kept[3])
 
     def _may_wait(self, name: str) -> bool:
@@ -249,7 +256,7 @@ class Tape:
             self.waits
             and self.may_wait
             and self._is_plain
-            and self.mask is None
+            and (self._terms is None or self._terms.mask is None)
             and (self.overlap is None or not self.overlap.active)
             and (not self.as_rows or all(other != name for other, _ in self.as_rows))
         )

@@ -6,16 +6,15 @@ them, and at the end of the pass: those that are alike together or, with CUDA gr
 
 from __future__ import annotations
 
+import itertools
 import math
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dkfac.calls import Call, Form, form_of, plainly, products, version
-from dkfac.layers.layer import Layer
-from dkfac.layers.rows import PATCH_BYTES, block_of
+from dkfac.calls import Call, Form, Kind, Route, form_of, plainly, products
+from dkfac.layers.rows import ALL, PATCH_BYTES, block_of
 from dkfac.replay import Staged
 from dkfac.window import Sums
 
@@ -34,19 +33,8 @@ STAGED_BYTES, ALONE_BYTES = 96 * 2**20, 128 * 2**20
 copy them for a graph would cost the device more than it spares the host."""
 
 
-MOST_ROUTES = 4096
-"""Kinds of calls that are remembered: with lengths that vary there is no end of them."""
-
-
-class Route(Enum):
-    """What is done with a call."""
-
-    REFUSED = auto()
-    """It cannot wait, and is summed by others."""
-    ALONE = auto()
-    """Summed at once."""
-    WAITING = auto()
-    """Summed with others."""
+MOST_KINDS = 4096
+"""Of calls, that are remembered: with lengths that vary there is no end of them."""
 
 
 class Waiting:
@@ -58,37 +46,82 @@ class Waiting:
         self._num_bytes = self._factor_bytes = 0
         self.stages = False
         """Whether graphs sum the calls."""
-        self._staged = Staged()
+        self.staged = Staged()
         self._shared: tuple[Any, Tensor] | None = None
         """What the last sum for A is of, and the sum: other layers may have the same input, as those of attention."""
-        self._forms: dict[str, Form] = {}
-        self._routes: dict[Any, Route] = {}
+        self._forms: dict[int, Form] = {}
+        self._kinds: dict[Any, Kind] = {}
+        self._last: dict[int, tuple[bool, int, torch.Size, torch.Size, torch.dtype, torch.dtype, Kind]] = {}
+        """Each layer's last call, so that another one like it is known at a glance."""
+        self._numbers = itertools.count()
+        self._block = (ALL, -1, 0, 0)
+        """Of which examples a sample is: the sample, of how many, from where to where."""
 
-    def add(
-        self, layer: Layer, sums: Sums, x: Tensor, g: Tensor, examples: int, weight: float, number: int = -1
-    ) -> bool:
-        """Take a call in, if it is of a kind that can wait. ``number``: of the input."""
-        form = self._forms.get(layer.name)
-        if form is None:
-            form = self._forms[layer.name] = form_of(layer)
-        if form.number is None or x.ndim < 2 or x.shape[0] != examples or form.num_dims not in (0, x.ndim):
-            return False
+    def forget(self, index: int) -> None:
+        """Look at a layer anew: its weight is another one."""
+        self._last.pop(index, None)
+
+    def add(self, index: int, sums: Sums, x: Tensor, g: Tensor, examples: int, weight: float, number: int = -1) -> bool:
+        """Take a layer's call in, if it is of a kind that can wait. ``number``: of the input."""
         if self._tape.sample.every > 1:
+            form = self._forms.get(index) or self._form(index)
+            if form.number is None or x.shape[0] != examples or form.num_dims not in (0, x.ndim):
+                return False
             x, g, examples, weight = self._sampled(form, x, g, examples, weight)
-        alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples, weight)
-        route = self._routes.get((self.stages, alike[:-2]))
-        if route is None:
-            if len(self._routes) == MOST_ROUTES:
-                self._routes.clear()
-            route = self._routes[self.stages, alike[:-2]] = self._route(form, x, g)
-        if route is Route.REFUSED:
+        last = self._last.get(index)
+        if (
+            last is None
+            or last[0] is not self.stages
+            or last[1] != examples
+            or last[2] != x.shape
+            or last[3] != g.shape
+            or last[4] is not x.dtype
+            or last[5] is not g.dtype
+        ):
+            kind = self._kind(index, x, g, examples)
+            last = self._last[index] = self.stages, examples, x.shape, g.shape, x.dtype, g.dtype, kind
+        kind = last[6]
+        if kind.route is Route.REFUSED:
             return False
-        call = Call(layer, form, sums, x, g, alike, number, (version(x), version(g)))
-        if route is Route.ALONE:
+        versions = -1 if x.is_inference() else x._version, -1 if g.is_inference() else g._version
+        call = Call(kind, self._tape.layers[index].spec.name, sums, x, g, weight, number, *versions)
+        if kind.route is Route.ALONE:
             self._sum([call], at_once=True)
-        else:
-            self._wait(call)
+            return True
+        most, factor_bytes = (STAGED_BYTES, kind.factor_bytes) if self.stages else (WAITING_BYTES, 0)
+        if self._calls and (self._num_bytes + kind.num_bytes > most or self._factor_bytes + factor_bytes > most):
+            self.flush()
+        self._calls.append(call)
+        self._num_bytes += kind.num_bytes
+        self._factor_bytes += factor_bytes
         return True
+
+    def _form(self, index: int) -> Form:
+        form = self._forms.get(index)
+        if form is None:
+            form = self._forms[index] = form_of(self._tape.layers[index])
+        return form
+
+    def _kind(self, index: int, x: Tensor, g: Tensor, examples: int) -> Kind:
+        """Return the kind of a call, decided once for all like it."""
+        form, layer = self._form(index), self._tape.layers[index]
+        if not _fits(form, x, examples):
+            return Kind(-1, layer, form, examples, Route.REFUSED, 1, 0.0, 0, 0, 1, None)
+        alike = (self.stages, form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples)
+        found = self._kinds.get(alike)
+        if found is None:
+            if len(self._kinds) >= MOST_KINDS:
+                self._kinds.clear()
+            num_bytes = x.nbytes + g.nbytes
+            room = STAGED_BYTES if self.stages else PATCH_BYTES
+            most = max(1, room // max(1, x.nbytes * form.copies)) if num_bytes < TOGETHER_BYTES else 1
+            rows = x.shape[0] * math.prod(g.shape[2:]) if form.num_dims else x.numel() // max(1, x.shape[-1])
+            source = (layer.kind, layer.has_bias, x.shape, x.dtype, layer.dtype) if form.is_pointwise else None
+            found = self._kinds[alike] = Kind(
+                next(self._numbers), layer, form, examples, self._route(form, x, g), most, float(rows), num_bytes,
+                form.num_elements * layer.dtype.itemsize, layer.spec.factor("G").num_blocks, source,
+            )  # fmt: skip
+        return found
 
     def _sampled(
         self, form: Form, x: Tensor, g: Tensor, examples: int, weight: float
@@ -96,9 +129,11 @@ class Waiting:
         """Return some of the examples of a call of a convolution, some of the positions of others."""
         sample = self._tape.sample
         if form.num_dims:
-            if math.prod(g.shape[2:]) > 1:
-                begin, end = block_of(examples, sample)
-                kept = end - begin
+            if self._block[0] is not sample or self._block[1] != examples:
+                self._block = sample, examples, *block_of(examples, sample)
+            begin, end = self._block[2:]
+            kept = end - begin
+            if g.numel() > g.shape[0] * g.shape[1]:
                 return x.narrow(0, begin, kept), g.narrow(0, begin, kept), kept, weight * examples / kept
         elif x.ndim > 2:
             x, g = (t.reshape(examples, -1, t.shape[-1]) for t in (x, g))
@@ -117,16 +152,6 @@ class Waiting:
         limit = ALONE_BYTES if self.stages else TOGETHER_BYTES
         return Route.WAITING if x.nbytes + g.nbytes < limit else Route.ALONE
 
-    def _wait(self, call: Call) -> None:
-        num_bytes, factor_bytes = call.x.nbytes + call.g.nbytes, call.form.num_elements * call.layer.dtype.itemsize
-        most = STAGED_BYTES if self.stages else WAITING_BYTES
-        is_full = self._num_bytes + num_bytes > most or (self.stages and self._factor_bytes + factor_bytes > most)
-        if self._calls and is_full:
-            self.flush()
-        self._calls.append(call)
-        self._num_bytes += num_bytes
-        self._factor_bytes += factor_bytes
-
     def take(self) -> list[Call]:
         """Return what waits, in the order of the layers if each was called once, and give it up."""
         calls, self._calls, self._shared = self._calls[::-1], [], None
@@ -141,10 +166,10 @@ class Waiting:
 
     def _sum(self, calls: list[Call], *, at_once: bool = False) -> None:
         """Add calls to the sums they belong to, where graphs sum them by one unless ``at_once``."""
-        spoilt = next((call.layer.name for call in calls if not call.is_intact), None)
-        if spoilt is not None:
-            self._tape.stop_waiting(spoilt)
-            return
+        for call in calls:
+            if not call.is_intact:
+                self._tape.stop_waiting(call.name)
+                return
         device = calls[0].x.device
         if self.stages and not at_once:
             with self._tape.timer.stage("capture", device):
@@ -157,13 +182,11 @@ class Waiting:
 
     def _groups(self, calls: list[Call]) -> list[list[Call]]:
         """Return the calls in groups that are summed together."""
-        alike, found = dict[tuple[Any, ...], list[Call]](), list[list[Call]]()
+        alike, found = dict[tuple[int, float], list[Call]](), list[list[Call]]()
         for call in calls:
-            alike.setdefault(call.alike, []).append(call)
+            alike.setdefault((call.kind.number, call.weight), []).append(call)
         for group in alike.values():
-            x, g, copies = group[0].x, group[0].g, group[0].form.copies
-            room = STAGED_BYTES if self.stages else PATCH_BYTES
-            most = max(1, room // max(1, x.nbytes * copies)) if x.nbytes + g.nbytes < TOGETHER_BYTES else 1
+            most = group[0].kind.most
             found += [group[start : start + most] for start in range(0, len(group), most)]
         return found
 
@@ -189,7 +212,7 @@ class Waiting:
             if place == len(xs):
                 xs.append([call.x for call in group])
             places.append(place)
-        key = tuple([(group[0].alike[:-1], len(group), place) for group, place in zip(groups, places, strict=True)])
+        key = tuple([(group[0].kind.number, len(group), place) for group, place in zip(groups, places, strict=True)])
         weights = [weight for group in groups for weight in (1.0, group[0].weight)]
         settings = self._tape.settings
 
@@ -204,22 +227,28 @@ class Waiting:
                     found += both
             return found
 
-        found = self._staged.run(key, sums, weights, *xs, *([call.g for call in group] for group in groups))
+        with torch.no_grad():
+            found = self.staged.run(key, sums, weights, *xs, *([call.g for call in group] for group in groups))
         for group, inputs, gradients in zip(groups, found[::2], found[1::2], strict=True):
             self._give(group, inputs, gradients)
 
     def _give(self, calls: list[Call], inputs: Tensor, gradients: Tensor) -> None:
         """Add a group's products to the sums of its calls."""
-        blocks, rows = calls[0].layer.spec.factor("G").num_blocks, calls[0].rows
-        is_one = len(calls) == 1
-        each = (
-            [(inputs, gradients)]
-            if is_one
-            else zip(torch.split(inputs, blocks), torch.split(gradients, blocks), strict=True)
+        blocks, rows = calls[0].kind.blocks, calls[0].kind.rows
+        every = (
+            ([inputs], [gradients])
+            if len(calls) == 1
+            else (torch.split(inputs, blocks), torch.split(gradients, blocks))
         )
-        for call, (a, b) in zip(calls, each, strict=True):
-            if "A" in call.sums.factors:
+        for call, a, b in zip(calls, *every, strict=True):
+            sums = call.sums
+            if "A" in sums.factors:
                 self._shared = None  # what is added to may be what would be shared
-            call.sums.add("A", a)
-            call.sums.add("G", b)
-            call.sums.rows = call.sums.rows + rows
+            sums.add("A", a)
+            sums.add("G", b)
+            sums.rows = sums.rows + rows
+
+
+def _fits(form: Form, x: Tensor, examples: int) -> bool:
+    """Whether a call is of a layer, and on an input, of the kinds that can wait."""
+    return form.number is not None and x.ndim > 1 and x.shape[0] == examples and form.num_dims in (0, x.ndim)

@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "owned": {"layers"},
     "overlap": {"comm", "exchange", "layers", "reduce", "sums", "tape"},
     "conclude": {"exchange", "plan", "reduce", "run"},
-    "absorb": {"ops", "reduce", "run", "stacks", "stages", "window"},
+    "absorb": {"ops", "reduce", "replay", "run", "stacks", "stages", "window"},
     "reduce": {"comm", "exchange", "ops", "plan", "run", "stages", "window"},
     "timing": set(),
     "notices": {"layers"},

@@ -135,7 +135,8 @@ def test_absorb_adds_the_scaled_totals_if_good(device, good):
     before = [v.clone() for v in values]
     if not good:
         totals[1][0, 4, 4] = torch.nan
-    given = many.Totals(values, totals, scale.tolist())
+    given = many.Totals(values)
+    given.give(totals, scale.tolist())
     assert bool(given.are_finite()) == good
     given.absorb(0.95, torch.tensor(good, device=device))
     for value, old, total, s in zip(values, before, totals, scale, strict=True):
@@ -149,7 +150,8 @@ def test_one_bad_entry_anywhere_is_found(device, bad, place, monkeypatch):
     monkeypatch.setattr(many, "MOST_PROGRAMS", 2)
     totals = [random(device, 2, n, seed=n) for n in (3, 2400, 1, 7)]
     totals[place[0]][place[1:]] = bad
-    given = many.Totals([t.clone() for t in totals], totals, [1.0] * 4)
+    given = many.Totals([t.clone() for t in totals])
+    given.give(totals, [1.0] * 4)
     assert bool(given.are_finite()) == (bad == 3e38)
 
 
@@ -180,7 +182,7 @@ from triton.compiler import ASTSource
 from dkfac.ops import kernels, many
 
 KINDS = {"raw": "*fp32", "update": "*fp32", "scale": "*fp32", "pointers": "*i64", "meta": "*i64", "table": "*i64"}
-KINDS |= {"sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "left": "*fp32"}
+KINDS |= {"totals": "*i64", "sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "left": "*fp32"}
 for kernel, constants in (
     (many._move_kernel, {"MODE": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}),
     (many._move_kernel, {"MODE": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}),

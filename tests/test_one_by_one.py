@@ -259,7 +259,7 @@ def test_a_pass_whose_sums_fail_leaves_nothing_behind(monkeypatch):
 
 
 def test_batches_of_ever_new_sizes_leave_no_trace(monkeypatch):
-    monkeypatch.setattr(waiting, "MOST_ROUTES", 10)
+    monkeypatch.setattr(waiting, "MOST_KINDS", 10)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     with dkfac.KFAC(model, announce=False, factor_interval=1) as kfac:
@@ -268,4 +268,4 @@ def test_batches_of_ever_new_sizes_leave_no_trace(monkeypatch):
             kfac.set_terms(size + 0.5)
             model(torch.randn(size, 3)).square().mean().backward()
             kfac.step()
-        assert len(kfac._tape.waiting._routes) <= 10
+        assert len(kfac._tape.waiting._kinds) <= 10

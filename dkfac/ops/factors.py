@@ -149,8 +149,9 @@ def in_weight_order(factor: Tensor, taps: int) -> Tensor:
     features = size - size % taps
     channels = features // taps
     result = torch.empty_like(factor)
-    inner = factor[:, :features, :features].reshape(blocks, taps, channels, taps, channels)
-    result[:, :features, :features] = inner.permute(0, 2, 1, 4, 3).reshape(blocks, features, features)
+    inner = factor[:, :features, :features].view(blocks, taps, channels, taps, channels)
+    place = result[:, :features, :features].view(blocks, channels, taps, channels, taps)
+    place.copy_(inner.permute(0, 2, 1, 4, 3))
     if features < size:
         row = factor[:, -1, :features].reshape(blocks, taps, channels).mT.reshape(blocks, features)
         result[:, :-1, -1] = row

@@ -123,29 +123,42 @@ def step(
 
 
 class Totals:
-    """Values ``v`` and the totals ``t`` that are to be added to them, all contiguous: ``v <- decay v + scale t``."""
+    """Values ``v`` that stay and totals ``t`` that are to be added to them: ``v <- decay v + scale t``.
 
-    def __init__(self, values: Sequence[Tensor], totals: Sequence[Tensor], scales: Sequence[float]) -> None:
-        self._used, device = (values, totals), values[0].device
-        sizes = [value.numel() for value in values]
-        assert sizes == [total.numel() for total in totals]
-        numbers = zip(values, totals, sizes, strict=True)
-        table = [n for v, t, size in numbers for n in (v.data_ptr(), t.data_ptr(), size)]
-        self._programs = min(MOST_PROGRAMS, -(-max(sizes) // BLOCK))
-        pinned = on_its_way(table, device), on_its_way(scales, device, torch.float32)
-        self._table, self._scale = (t.to(device, non_blocking=True) for t in pinned)
+    All are contiguous. What ``are_finite`` and ``absorb`` launch can be captured, and ``give`` called before a replay.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._values, device = values, values[0].device
+        self._sizes = [value.numel() for value in values]
+        self._programs = min(MOST_PROGRAMS, -(-max(self._sizes) // BLOCK))
+        table = [n for v, size in zip(values, self._sizes, strict=True) for n in (v.data_ptr(), size)]
+        self._table = on_its_way(table, device).to(device, non_blocking=True)
+        self._totals = torch.zeros(len(values), dtype=torch.int64, device=device)
+        self._scale = torch.zeros(len(values), dtype=torch.float32, device=device)
+        self._scales: list[float] = []
+
+    def give(self, totals: Sequence[Tensor], scales: list[float]) -> None:
+        """Say what is to be added. The totals must be kept until the work is launched."""
+        assert self._sizes == [total.numel() for total in totals]
+        device = self._table.device
+        self._totals.copy_(on_its_way([total.data_ptr() for total in totals], device), non_blocking=True)
+        if scales != self._scales:
+            self._scales = scales
+            self._scale.copy_(on_its_way(scales, device, torch.float32), non_blocking=True)
 
     def are_finite(self) -> Tensor:
         """Whether all totals are, as a flag on the device."""
         flag = torch.ones((), dtype=torch.int32, device=self._table.device)
-        count = len(self._scale) * self._programs
-        kernels.launch(_finite_kernel, count, self._table, flag, self._programs, BLOCK=BLOCK)
+        count, programs = len(self._values) * self._programs, self._programs
+        kernels.launch(_finite_kernel, count, self._table, self._totals, flag, programs, BLOCK=BLOCK)
         return flag > 0
 
     def absorb(self, decay: float, good: Tensor) -> None:
         """Add them if ``good``, which is one flag."""
-        count, programs = len(self._scale) * self._programs, self._programs
-        kernels.launch(_absorb_kernel, count, self._table, self._scale, good, decay, programs, BLOCK=BLOCK)
+        count, programs = len(self._values) * self._programs, self._programs
+        given = (self._table, self._totals, self._scale, good, decay, programs)
+        kernels.launch(_absorb_kernel, count, *given, BLOCK=BLOCK)
 
 
 # The kernels. Elements of an item are counted in 32 bits, addresses in 64.
@@ -194,10 +207,10 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             tl.store(raw + here, tl.load(outer + there, mask=inside, other=0.0), mask=inside)
 
 
-def _finite_kernel(table, flag, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finite_kernel(table, totals, flag, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     item = tl.program_id(0) // programs
-    total = tl.load(table + 3 * item + 1).to(tl.pointer_type(tl.float32))
-    size = tl.load(table + 3 * item + 2)
+    total = tl.load(totals + item).to(tl.pointer_type(tl.float32))
+    size = tl.load(table + 2 * item + 1)
     bad = tl.zeros((BLOCK,), tl.float32)
     for begin in range((tl.program_id(0) % programs).to(tl.int64) * BLOCK, size, programs * BLOCK):
         place = begin + tl.arange(0, BLOCK)
@@ -206,12 +219,14 @@ def _finite_kernel(table, flag, programs, BLOCK: tl.constexpr):  # type: ignore[
     tl.store(flag, 0, mask=tl.sum(bad) > 0)
 
 
-def _absorb_kernel(table, scale, good, decay, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _absorb_kernel(  # type: ignore[no-untyped-def]
+    table, totals, scale, good, decay, programs, BLOCK: tl.constexpr
+):
     item = tl.program_id(0) // programs
     if tl.load(good):
-        value = tl.load(table + 3 * item).to(tl.pointer_type(tl.float32))
-        total = tl.load(table + 3 * item + 1).to(tl.pointer_type(tl.float32))
-        size = tl.load(table + 3 * item + 2)
+        value = tl.load(table + 2 * item).to(tl.pointer_type(tl.float32))
+        total = tl.load(totals + item).to(tl.pointer_type(tl.float32))
+        size = tl.load(table + 2 * item + 1)
         factor = tl.load(scale + item)
         for begin in range((tl.program_id(0) % programs).to(tl.int64) * BLOCK, size, programs * BLOCK):
             place = begin + tl.arange(0, BLOCK)
