@@ -1,8 +1,10 @@
 """What does a step with K-FAC cost on one GPU? Step times with and without it, in one run, in eager mode.
 
 THE ratio is that of mean step times: K-FAC's, over a whole number of inverse intervals (amortised), to those of the
-same optimizer without K-FAC. A block of plain steps runs before and after each K-FAC block and the ratio takes the mean
-of the two; both are reported. Steps are timed by CUDA events at the start of each, without waiting between steps.
+same optimizer without K-FAC. The host's speed varies, so blocks of steps with K-FAC and without take turns: each round
+is set against the mean of the plain blocks before and after, and what is reported is the median of the rounds. Steps
+are timed by CUDA events at the start of each, without waiting between steps. Memory, stages and kinds of steps are
+those of the first round, when the plain model was not there yet.
 A refresh that is not spread is one step in 100, which a 99th percentile just misses: the longest step stands beside it.
 Inputs are random, made once on the device: what is asked is what a step costs, not what is learned.
 
@@ -12,6 +14,7 @@ Inputs are random, made once on the device: what is asked is what a step costs, 
 import argparse
 import gc
 import math
+import statistics
 import sys
 import time
 import traceback
@@ -33,6 +36,8 @@ from gpu_cases import (
     switches,
 )
 from torch import Tensor
+
+SUMMARY = ("steps", "mean_ms", "median_ms", "p99_ms", "max_ms", "p99_over_median", "wall_mean_ms")
 
 
 def summary(times: list[float], wall: float) -> dict[str, float]:
@@ -139,16 +144,19 @@ def by_form(layers: dict) -> dict[str, dict[str, int]]:
     return found
 
 
-def compare(entry: dict, baselines: list[dict]) -> None:
-    """Set a variant beside the plain blocks before and after it.
+def compare(entry: dict, rounds: list[dict], baselines: list[dict]) -> None:
+    """Set a variant beside the plain blocks before and after each of its rounds.
 
     ``square_copies``: extra memory in units of all factors as full float32 squares; running factors and decompositions
     are two.
     """
-    for key, name in (("mean_ms", "ratio"), ("median_ms", "ratio_of_medians"), ("wall_mean_ms", "ratio_of_wall")):
-        entry[name] = entry[key] / (sum(b[key] for b in baselines) / len(baselines))
+    for i, found in enumerate(rounds):
+        for key, name in (("mean_ms", "ratio"), ("median_ms", "ratio_of_medians"), ("wall_mean_ms", "ratio_of_wall")):
+            found[name] = found[key] / statistics.mean(b[key] for b in baselines[i : i + 2])
+    entry |= {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+    entry["rounds"], entry["plain_ms"] = rounds, [b["mean_ms"] for b in baselines]
     for key in ("peak_bytes", "peak_measured_bytes", "peak_reserved_bytes", "resident_bytes"):
-        entry[f"extra_{key}"] = entry[key] - max(b[key] for b in baselines)
+        entry[f"extra_{key}"] = entry[key] - baselines[0][key]
     entry["square_copies_resident"] = entry["extra_resident_bytes"] / entry["square_copy_bytes"]
     entry["square_copies_at_peak"] = entry["extra_peak_bytes"] / entry["square_copy_bytes"]
 
@@ -168,19 +176,29 @@ def run_case(name: str, interval: tuple[int, int], args: argparse.Namespace) -> 
         print(f"{steps} steps are no whole number of inverse intervals: the ratio is not amortised", file=sys.stderr)
 
     def one(variant: str) -> dict:
+        """Measure a variant, which then takes turns with a plain model."""
+        free()
+        few = 3 if args.tiny else 10
+        plain, baselines = Training(case, template, batch, args), []
+        baselines.append(measure(plain, few, args.baseline_steps))
+        del plain
         free()
         training = Training(case, template, batch, args)
-        if variant == "sgd":
-            return measure(training, 3 if args.tiny else 10, args.baseline_steps)
         training.attach(options_of(case, interval, variant, args))
         try:
-            return measure(training, warmup, steps)
+            entry = measure(training, warmup, steps)
+            rounds, plain = [{key: entry[key] for key in SUMMARY}], Training(case, template, batch, args)
+            plain.block(few)
+            baselines.append(summary(*plain.block(args.baseline_steps)))
+            while len(rounds) < args.rounds:
+                rounds.append(summary(*training.block(steps)))
+                baselines.append(summary(*plain.block(args.baseline_steps)))
+            compare(entry, rounds, baselines)
+            return entry
         finally:
             training.kfac.close()
 
     label = f"{name} {interval[0]}/{inverse}"
-    baselines = result["baselines"] = [one("sgd")]
-    print(f"{label} {optimizer}: {baselines[0]['mean_ms']:.2f} ms", flush=True)
     for variant in args.variants.split(","):
         try:
             entry = result["variants"][variant] = one(variant)
@@ -188,13 +206,14 @@ def run_case(name: str, interval: tuple[int, int], args: argparse.Namespace) -> 
             traceback.print_exc()
             result["variants"][variant] = {"error": f"{type(error).__name__}: {error}"}
             continue
-        baselines.append(one("sgd"))
-        compare(entry, baselines[-2:])
-        before, after = (b["mean_ms"] for b in baselines[-2:])
         print(
             f"{label} {variant}: mean {entry['mean_ms']:.2f} ms, median {entry['median_ms']:.2f}, p99 "
-            f"{entry['p99_ms']:.2f}, max {entry['max_ms']:.2f}; plain {before:.2f} and {after:.2f}; ratio "
-            f"{entry['ratio']:.3f}; extra {entry['extra_peak_bytes'] / 1e9:.2f} GB at the peak, "
+            f"{entry['p99_ms']:.2f}, max {entry['max_ms']:.2f}; plain "
+            + " ".join(f"{ms:.2f}" for ms in entry["plain_ms"])
+            + f"; ratio {entry['ratio']:.3f} of "
+            + " ".join(f"{found['ratio']:.3f}" for found in entry["rounds"])
+            + f"; p99 / median {entry['p99_over_median']:.2f}; extra {entry['extra_peak_bytes'] / 1e9:.2f} GB at the "
+            f"peak, {entry['extra_peak_reserved_bytes'] / 1e9:.2f} reserved, "
             f"{entry['extra_resident_bytes'] / 1e9:.2f} GB resident; stages "
             + ", ".join(f"{key} {value:.2f}" for key, value in entry["stage_ms_per_step"].items()),
             flush=True,
@@ -209,6 +228,7 @@ def main() -> None:
     add("--variants", default=",".join(FRACTIONS))
     add("--steps", type=int, help="measured steps with K-FAC; by default 100")
     add("--baseline-steps", type=int, default=50)
+    add("--rounds", type=int, default=3)
     add("--out")
     args = parser.parse_args()
     if unknown := set(args.variants.split(",")) - set(FRACTIONS):

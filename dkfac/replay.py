@@ -111,8 +111,10 @@ class Staged:
     def __init__(self) -> None:
         self._inputs, self._results, self.pool = Arena(), Arena(), Pool()
         self._graphs: dict[Any, Captured] = {}
-        self._places: dict[Any, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
-        """By key: the memory, and in it what the function is given and what is copied to."""
+        self._memories: tuple[Tensor | None, Tensor | None] = (None, None)
+        """Those that the graphs use."""
+        self._places: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        """By key: what the function is given there, and what is copied to."""
 
     def run(
         self, key: Any, function: Callable[..., Sequence[Tensor]], scales: Sequence[float], *groups: Sequence[Tensor]
@@ -123,14 +125,15 @@ class Staged:
         """
         self._inputs.clear()
         self._results.clear()
-        if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
-            self._graphs.clear()
+        inputs, results = self._memories
+        is_new = inputs is not self._inputs.memory or results is not self._results.memory
+        if is_new or (key not in self._graphs and len(self._graphs) >= MOST_GRAPHS):
+            self._memories = self._inputs.memory, self._results.memory
+            self._graphs.clear()  # which would keep the old memory
             self._places.clear()
-        memory, copies, parts = self._places.get(key, (None, [], []))
-        if memory is not self._inputs.memory:
-            copies, parts = self._inputs.place(*groups)
-            if self._inputs.has_room:
-                self._places[key] = self._inputs.memory, copies, parts
+        copies, parts = self._places.get(key) or self._inputs.place(*groups)
+        if self._inputs.has_room:
+            self._places[key] = copies, parts
         torch._foreach_copy_(parts, [tensor for group in groups for tensor in group])
         graph = self._graphs.setdefault(key, Captured(self.pool))
         given = [copies, self._results.memory]

@@ -28,7 +28,7 @@ TOGETHER_BYTES = 16 * 2**20
 """Inputs and gradients from this size on are summed each alone: to lay them side by side would cost more than
 launches, and more to keep them where no graph sums them."""
 
-STAGED_BYTES, ALONE_BYTES = 96 * 2**20, 128 * 2**20
+STAGED_BYTES, ALONE_BYTES = 160 * 2**20, 128 * 2**20
 """With CUDA graphs: as ``WAITING_BYTES``, and for the factors too. Calls from the other size on are summed at once: to
 copy them for a graph would cost the device more than it spares the host."""
 
@@ -134,7 +134,7 @@ class Waiting:
             begin, end = self._block[2:]
             kept = end - begin
             if g.numel() > g.shape[0] * g.shape[1]:
-                return x.narrow(0, begin, kept), g.narrow(0, begin, kept), kept, weight * examples / kept
+                return x[begin:end], g[begin:end], kept, weight * examples / kept
         elif x.ndim > 2:
             x, g = (t.reshape(examples, -1, t.shape[-1]) for t in (x, g))
             positions = x.shape[1]

@@ -35,11 +35,12 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        weight: object = self.module._parameters.get("weight")
-        if weight is None:  # parametrised: made anew each time
-            weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        weight = self.module._parameters.get("weight")
+        if weight is not None:
+            return weight
+        made: object = self.module.weight  # parametrised: anew each time
+        assert isinstance(made, Tensor)
+        return made
 
     @property
     def bias(self) -> Tensor | None:
