@@ -34,7 +34,7 @@ class GPT(nn.Module):
 
 
 class Characters(Task):
-    skip, terms = ("tokens", "places", "head"), "token"
+    terms = "token"
 
     def __init__(self, data: tuple[Tensor, Tensor, int], size: dict, device: str) -> None:
         super().__init__(data, size, device)

@@ -68,7 +68,8 @@ def check(optimizer: Any, layers: Iterable[Layer]) -> None:
                 what = "maximize" if name == "sign" else name
                 raise ValueError(
                     f"weight and bias of layer {layer.name!r} have different {what} ({values[0]} and {values[1]}), but "
-                    f"one basis: put them into groups with the same, or skip=[{layer.name!r}]"
+                    f"one basis: put them into groups with the same, skip=[{layer.name!r}], or use "
+                    f'curvature="kfac"'
                 )
 
 

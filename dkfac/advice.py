@@ -26,8 +26,7 @@ def suggest(optimizer: torch.optim.Optimizer, total_steps: int, *, write: Callab
 
 
 def _adam(name: str, rates: list[float], steps: int) -> str:
-    option = 'dkfac.KFAC(model, optimizer, curvature="adam-eigen")'
-    return f"""{name}, lr {_numbers(rates)}, {steps} steps: {option}
+    return f"""{name}, lr {_numbers(rates)}, {steps} steps: dkfac.KFAC(model, optimizer), its step in the eigenbasis
 keep     betas, eps, weight decay, clipping, batch size, and the shape of the schedule
 change   the learning rate: it can be several times as large; the steps: start with half of them, schedule included
 try      lr {_numbers([f * r for f in (1, 3, 6) for r in rates[:1]])} x steps {steps // 2}, {steps}

@@ -6,7 +6,7 @@ import difflib
 import json
 import warnings
 from collections.abc import Container
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from dkfac.plan.spec import LayerSpec
 from dkfac.settings import SCHEDULES, Settings
 
 
-def resolve_settings(settings: Settings | None, options: dict[str, Any]) -> Settings:
+def resolve_settings(settings: Settings | None, options: dict[str, Any], optimizer: Any) -> Settings:
+    """Return the settings that were given in one of two ways, with what they leave open chosen by the optimizer."""
     if settings is not None and options:
         raise ValueError(f"give settings=... or single options ({', '.join(options)}), not both")
     if settings is not None and not isinstance(settings, Settings):
@@ -34,7 +35,12 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any]) -> Sett
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
-    return settings if settings is not None else Settings(**options)
+    settings = Settings(**options) if settings is None else settings
+    if settings.curvature != "auto":
+        return settings
+    fits = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and settings.solver != "cholesky"
+    fits = fits and settings.rescale in ("auto", "none") and not any(g.get("amsgrad") for g in optimizer.param_groups)
+    return replace(settings, curvature="adam-eigen" if fits else "kfac")
 
 
 def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:

@@ -43,7 +43,7 @@ def check_together(settings: Settings) -> None:
             f'"adam-eigen", not with {settings.rescale!r} and {settings.curvature!r}: what the others use is not the '
             "same from step to step"
         )
-    if settings.curvature != "kfac" and settings.solver == "cholesky":
+    if settings.curvature in ("ekfac", "adam-eigen") and settings.solver == "cholesky":
         raise ValueError(
             f'curvature="{settings.curvature}" lives in eigenbases, which solver="cholesky" does not compute; '
             f'use solver="eigen" or "warm-eigen"'
@@ -51,6 +51,8 @@ def check_together(settings: Settings) -> None:
 
 
 def _check_adam(settings: Settings) -> None:
+    if settings.curvature == "auto":
+        return
     is_adam = settings.curvature == "adam-eigen"
     if settings.rescale == "auto":
         object.__setattr__(settings, "rescale", "none" if is_adam else "norm-global")

@@ -64,7 +64,7 @@ class KFAC:
         Settings are given by name (``KFAC(model, optimizer, damping=1e-3)``) or as one object. ``process_group``: the
         ranks that train copies of this model; None: all. Under torch.distributed every one of them calls this.
         """
-        self.settings = resolve_settings(settings, options)
+        self.settings = resolve_settings(settings, options, optimizer)
         check_arguments(model, optimizer, grad_scaler)
         check_share(self.settings, optimizer)
         self._model = unwrap(model)

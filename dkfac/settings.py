@@ -17,7 +17,7 @@ Scheduled = float | Callable[[int], float]
 DampingMode = Literal["absolute", "relative"]
 Rescale = Literal["auto", "norm", "norm-global", "kl-clip", "none"]
 Solver = Literal["eigen", "cholesky", "warm-eigen"]
-Curvature = Literal["kfac", "ekfac", "adam-eigen"]
+Curvature = Literal["auto", "kfac", "ekfac", "adam-eigen"]
 BasisDtype = Literal["float32", "bfloat16"]
 Fisher = Literal["empirical", "exact"]
 WeightSharing = Literal["expand", "reduce"]
@@ -61,7 +61,7 @@ class Settings:
 
     rescale: Rescale = "auto"
     """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is.
-    ``"auto"``: over all layers; with ``"adam-eigen"`` as it is."""
+    ``"auto"``: over all layers; as it is where Adam's step is taken."""
 
     kl_clip: Scheduled = 1e-3
     """Bound on the predicted change of the output distribution; used by ``rescale="kl-clip"`` alone."""
@@ -69,9 +69,10 @@ class Settings:
     solver: Solver = "eigen"
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved."""
 
-    curvature: Curvature = "kfac"
-    """``"ekfac"``: eigenvalues replaced by second moments of the gradient in the eigenbasis. ``"adam-eigen"``: the step
-    of the optimizer, Adam or AdamW, taken in the eigenbasis."""
+    curvature: Curvature = "auto"
+    """``"kfac"``: gradients divided by the factors. ``"ekfac"``: eigenvalues replaced by second moments of the gradient
+    in the eigenbasis. ``"adam-eigen"``: the step of the optimizer, Adam or AdamW, taken in the eigenbasis. ``"auto"``:
+    ``"adam-eigen"`` where the optimizer is one of these and the other settings allow it, ``"kfac"`` elsewhere."""
 
     basis_dtype: BasisDtype = "float32"
     """``"bfloat16"`` keeps the eigenbases of ``curvature="adam-eigen"`` in half the memory, but for float64 models."""

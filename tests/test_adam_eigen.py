@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
-from dkfac import KFAC, renew, stages
+from dkfac import KFAC, Settings, renew, stages
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -922,3 +922,33 @@ def test_bases_follow_a_model_that_is_converted():
             optimizer.state.pop(p, None)
         train(model, optimizer, 6, 12)
         assert kinds() == {kept}
+
+
+class Own(torch.optim.AdamW):
+    """Someone's variant, whose step is not Adam's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "options", "chosen"),
+    [
+        (torch.optim.AdamW, {}, {}, "adam-eigen"),
+        (torch.optim.Adam, {}, {"rescale": "none", "solver": "warm-eigen"}, "adam-eigen"),
+        (torch.optim.AdamW, {}, {"curvature": "kfac"}, "kfac"),
+        (torch.optim.AdamW, {}, {"curvature": "ekfac"}, "ekfac"),
+        (torch.optim.AdamW, {}, {"solver": "cholesky"}, "kfac"),
+        (torch.optim.AdamW, {}, {"rescale": "norm"}, "kfac"),
+        (torch.optim.AdamW, {"amsgrad": True}, {}, "kfac"),
+        (torch.optim.NAdam, {}, {}, "kfac"),
+        (Own, {}, {}, "kfac"),
+        (torch.optim.SGD, {}, {}, "kfac"),
+        (None, {}, {}, "kfac"),
+    ],
+)
+def test_what_is_left_open_is_chosen_by_the_optimizer(kind, given, options, chosen, capsys):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = None if kind is None else kind(model.parameters(), lr=1e-3, **given)
+    for form in (options, {"settings": Settings(**options)}):
+        with KFAC(model, optimizer, **form) as kfac:
+            assert kfac.settings.curvature == chosen
+            assert kfac.settings.rescale != "auto"
+            assert f"({chosen}, " in capsys.readouterr().err

@@ -18,6 +18,7 @@ ANY = None
 MAY_IMPORT = {
     "ops": {"ops"},
     "plan": {"plan"},
+    "measure": {"measure", "plan"},
     "comm": {"comm", "plan"},
     "layers": {"layers", "ops", "plan", "settings"},
     "checks": {"settings"},

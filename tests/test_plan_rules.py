@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dkfac.plan import fusion
+from dkfac.plan.cluster import Cluster
 from dkfac.plan.costs import Costs
-from dkfac.plan.make import AUTO, Choices, make_plan, step_seconds
+from dkfac.plan.make import AUTO, Choices, make_plan, mean_seconds
 from dkfac.plan.program import expand
 from dkfac.plan.strategies import balance
 
@@ -141,7 +142,7 @@ def test_weights_are_shared_only_where_one_rank_steps_a_layer(strategy):
 def test_spd_repeats_exactly_what_is_cheaper_to_repeat_than_to_send(layers, world, solver, byte_seconds):
     """And deals out the rest, each to the least loaded rank."""
     costs = Costs(byte_seconds=byte_seconds)
-    plan = make_plan(layers, world, Choices(strategy="spd", solver=solver), costs)
+    plan = make_plan(layers, world, Choices(strategy="spd", solver=solver), Cluster("given", costs))
     by = {
         (layer, factor): ranks
         for layer, p in zip(plan.layers, plan.placements, strict=True)
@@ -271,12 +272,13 @@ def test_auto_is_the_cheapest_of_its_three_and_always_the_same(layers, world):
     choices = [Choices(strategy=s) for s in ("auto", *AUTO)]
     auto, *three = (make_plan(LISTS[layers], world, c) for c in choices)
     assert AUTO == ("replicated", "comm-opt", "sharded")
-    seconds = [step_seconds(plan, Choices(), Costs()) for plan in three]
+    seconds = [mean_seconds(plan, Choices(), Cluster("guessed")) for plan in three]
     assert auto == three[seconds.index(min(seconds))]
     assert auto == make_plan(LISTS[layers], world, choices[0])
 
 
 def test_auto_does_not_pick_the_same_for_one_slow_link_and_for_one_fast_link():
     layers = [linear(f"{i}", 512, 512) for i in range(32)]
-    picked = {make_plan(layers, 8, Choices(), Costs(byte_seconds=b)).strategy for b in (1e-12, 1e-9, 1e-6)}
+    given = [Cluster("given", Costs(byte_seconds=b)) for b in (1e-12, 1e-9, 1e-6)]
+    picked = {make_plan(layers, 8, Choices(), cluster).strategy for cluster in given}
     assert len(picked) > 1

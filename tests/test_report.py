@@ -115,9 +115,12 @@ def test_one_line_on_stderr_says_what_was_attached(optimizer, capsys):
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     name = optimizer.__name__ if optimizer else "your own steps"
-    for words in ("2 layers", "85.2%", name, "kfac, warm-eigen, damping 0.02 absolute", "rescale none", "memory"):
+    how, advice = ("kfac, warm-eigen, damping 0.02 absolute", "rescale none"), "keep your lr and schedule"
+    if optimizer is torch.optim.AdamW:  # whose step has no damping
+        how, advice = ("(adam-eigen, warm-eigen, factors every 10",), "fewer steps pay: dkfac.suggest"
+    for words in ("2 layers", "85.2%", name, *how, "memory"):
         assert words in line, words
-    assert line.endswith("keep your lr and schedule")
+    assert line.endswith(advice)
     assert "every 10" in line
     assert "every 100 steps" in line
 

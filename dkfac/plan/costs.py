@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from dkfac.plan.curves import Curve
 from dkfac.plan.spec import FactorSpec, LayerSpec
 
 
@@ -19,17 +21,28 @@ class Costs:
     latency_seconds: float = 5e-5
     byte_seconds: float = 1e-9
     """Of a link, one direction."""
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    """Measured: solvers by a factor's dimension, ``products`` (forward, backward), ``factor`` and ``precondition`` by
+    floating point operations."""
+
+    def work(self, what: str, flops: float) -> float:
+        """Return the seconds of one call of dense products: ``products``, ``factor`` or ``precondition``."""
+        curve = self.curves.get(what)
+        return self.flop_seconds * flops if curve is None else curve(flops)
 
     def decompose(self, factor: FactorSpec, solver: str = "eigen") -> float:
         if factor.form == "diagonal":
             return self.flop_seconds * factor.num_elements
+        curve = self.curves.get(solver)
+        if curve is not None:
+            return factor.num_blocks * curve(factor.dim)
         flops = self.inverse_flops if solver == "cholesky" else self.eigen_flops
         return self.flop_seconds * flops * factor.num_blocks * float(factor.dim) ** 3
 
     def precondition(self, layer: LayerSpec, solver: str = "eigen") -> float:
         passes = 2 if solver == "cholesky" else 4
         dims = sum(factor.dim for factor in layer.factors if factor.form == "dense")
-        return self.flop_seconds * passes * layer.grad_elements * dims
+        return self.work("precondition", passes * layer.grad_elements * dims)
 
     def transfer(self, num_bytes: float) -> float:
         """Of so many bytes through one rank's link."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dkfac.plan import fusion as rules
+from dkfac.plan.cluster import Cluster
 from dkfac.plan.costs import Costs
 from dkfac.plan.plan import Plan, num_bytes
-from dkfac.plan.program import expand
+from dkfac.plan.simulate import Work, average_seconds, ready_times
 from dkfac.plan.spec import LayerSpec
 from dkfac.plan.strategies import STRATEGIES, Problem
 
@@ -32,17 +33,45 @@ class Choices:
     inverse_interval: int = 100
 
 
-def make_plan(layers: Sequence[LayerSpec], world_size: int, choices: Choices, costs: Costs | None = None) -> Plan:
-    """Return the plan; deterministic in its arguments."""
-    costs = costs or Costs()
+def make_plan(
+    layers: Sequence[LayerSpec],
+    world_size: int,
+    choices: Choices,
+    cluster: Cluster | None = None,
+    work: Work | None = None,
+) -> Plan:
+    """Return the plan; deterministic in its arguments. ``work``: of a rank in a step, if it is known."""
+    cluster = cluster or Cluster("guessed")
     if choices.strategy != "auto":
-        return _make(choices.strategy, tuple(layers), world_size, choices, costs)
+        return _make(choices.strategy, tuple(layers), world_size, choices, cluster, work)
     names = AUTO if choices.share == "gradients" else ("sharded",)
-    plans = [_make(name, tuple(layers), world_size, choices, costs) for name in names]
-    return min(plans, key=lambda plan: step_seconds(plan, choices, costs))  # of equals the first
+    plans = [_make(name, tuple(layers), world_size, choices, cluster, work) for name in names]
+    return min(plans, key=lambda plan: mean_seconds(plan, choices, cluster, work))  # of equals the first
 
 
-def _make(strategy: str, layers: tuple[LayerSpec, ...], world_size: int, choices: Choices, costs: Costs) -> Plan:
+def mean_seconds(plan: Plan, choices: Choices, cluster: Cluster, work: Work | None = None) -> float:
+    """Predict a step over a whole interval; without ``work`` only K-FAC's part, the rest being the same for all."""
+    idle = dict.fromkeys((layer.name for layer in plan.layers), 0.0)
+    free = dict.fromkeys(((layer.name, factor.key) for layer in plan.layers for factor in layer.factors), 0.0)
+    known = work or Work(idle, idle, free, reduces_gradients=False)
+    return average_seconds(
+        plan,
+        cluster,
+        known,
+        factor_interval=choices.factor_interval,
+        inverse_interval=choices.inverse_interval,
+    )
+
+
+def _make(
+    strategy: str,
+    layers: tuple[LayerSpec, ...],
+    world_size: int,
+    choices: Choices,
+    cluster: Cluster,
+    work: Work | None,
+) -> Plan:
+    costs = cluster.costs
     problem = Problem(layers, world_size, costs, choices.solver, choices.worker_fraction, choices.replicate_factors)
     placements = tuple(STRATEGIES[strategy](problem))
     if choices.share == "weights" and any(len(p.preconditioned_by) > 1 for p in placements):
@@ -56,7 +85,7 @@ def _make(strategy: str, layers: tuple[LayerSpec, ...], world_size: int, choices
         world_size=world_size,
         layers=layers,
         placements=placements,
-        buckets=buckets(layers, world_size, choices, costs),
+        buckets=buckets(layers, world_size, choices, cluster, work),
         wire_dtype=choices.wire_dtype,
         solver=choices.solver,
         moments=choices.moments,
@@ -65,7 +94,7 @@ def _make(strategy: str, layers: tuple[LayerSpec, ...], world_size: int, choices
 
 
 def buckets(
-    layers: tuple[LayerSpec, ...], world_size: int, choices: Choices, costs: Costs
+    layers: tuple[LayerSpec, ...], world_size: int, choices: Choices, cluster: Cluster, work: Work | None
 ) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Return which factors are reduced together: inputs in forward order, then the others in backward order."""
     inputs = [(layer, factor) for layer in layers for factor in layer.factors if factor.key == "A"]
@@ -74,14 +103,17 @@ def buckets(
     names = [(layer.name, factor.key) for layer, factor in items]
     if choices.fusion == "one" or len(items) < 2:
         return (tuple(names),) if names else ()
+    latency, byte_seconds = cluster.costs.latency_seconds * max(1, world_size - 1), cluster.costs.byte_seconds
+    if cluster.between or cluster.within:
+        line = cluster.line("all-reduce", world_size, one_host=world_size <= cluster.ranks_per_host)
+        latency, byte_seconds = line.latency, line.byte_seconds
     seconds = [
-        costs.byte_seconds * factor.packed_elements * num_bytes(choices.wire_dtype or layer.dtype)
-        for layer, factor in items
+        byte_seconds * factor.packed_elements * num_bytes(choices.wire_dtype or layer.dtype) for layer, factor in items
     ]
-    ready = _ready_times(layers, [(layer.name, factor.key) for layer, factor in items], costs)
+    ready = _ready_times(layers, names, cluster.costs) if work is None else ready_times(layers, names, work)
     rule = rules.spd if choices.fusion == "spd" else rules.optimal
     result, start = [], 0
-    for size in rule(ready, seconds, costs.latency_seconds * max(1, world_size - 1)):
+    for size in rule(ready, seconds, latency):
         result.append(tuple(names[start : start + size]))
         start += size
     return tuple(result)
@@ -102,25 +134,3 @@ def _ready_times(layers: tuple[LayerSpec, ...], names: list[tuple[str, str]], co
         now += 4 * EXAMPLES * layer.grad_elements * costs.flop_seconds
         backward[layer.name] = now
     return [forward[name] if key == "A" else backward[name] for name, key in names]
-
-
-def step_seconds(plan: Plan, choices: Choices, costs: Costs) -> float:
-    """Predict what K-FAC adds to an average step: the slowest rank's work, and its transfers one after another."""
-    work = [0.0] * plan.world_size
-    for layer, placement in zip(plan.layers, plan.placements, strict=True):
-        for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
-            seconds = costs.decompose(factor, plan.solver) / choices.inverse_interval
-            for rank in by:
-                work[rank] += seconds
-        seconds = costs.precondition(layer, plan.solver)
-        for rank in placement.preconditioned_by:
-            work[rank] += seconds
-    links = [0.0] * plan.world_size
-    for transfer in expand(plan).transfers:
-        every = {"header": choices.factor_interval, "factors": choices.factor_interval}
-        refreshes = dict.fromkeys(("means", "status", "decompositions"), choices.inverse_interval)
-        interval = (every | refreshes).get(transfer.stage, 1)
-        times = {"all-reduce": 2, "all-gather": len(transfer.group) - 1}.get(transfer.how, 1)
-        for rank, elements in zip(transfer.group, transfer.sizes(), strict=True):
-            links[rank] += costs.transfer(times * elements * num_bytes(transfer.dtype)) / interval
-    return max(a + b for a, b in zip(work, links, strict=True))

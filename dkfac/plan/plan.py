@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -174,6 +175,17 @@ class Plan:
                 elements = factor.eigen_elements if self.solver != "cholesky" else factor.num_elements
                 decompositions += size * elements * (factor.key in holding.decompositions)
         return {"factors": factors, "decompositions": decompositions}
+
+    def parts(self, layer: LayerSpec, placement: Placement) -> Iterator[tuple[Ranks, int]]:
+        """Yield what of a layer is held between steps: by whom, and its bytes."""
+        size = _BYTES[layer.dtype]
+        users = placement.preconditioned_by
+        if self.moments and layer.has_moments:
+            users = tuple(sorted({*users, *placement.statistics}))
+        for factor, held, by in zip(layer.factors, placement.factors, placement.decomposed_by, strict=True):
+            yield held, size * factor.num_elements
+            elements = factor.eigen_elements if self.solver != "cholesky" else factor.num_elements
+            yield users if set(by) <= set(users) else tuple(sorted({*users, *by})), size * elements
 
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}

@@ -10,10 +10,10 @@ from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.spec import FactorSpec, LayerSpec
 
 Stage = Literal["header", "factors", "means", "status", "decompositions", "norms", "gradients", "weights"]
-How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather"]
+How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
 """``rows``: each rank's own to the owner of each part, not added. ``collect``: from equal chunks to owners, after a
 reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These are all-to-alls; the last two move
-only what is not in place yet."""
+only what is not in place yet. ``broadcast``: in the programs of other systems alone."""
 
 NUM_SCHEDULES = 4
 """Damping, norm damping, decay and clip: compared at each refresh, as values and squares."""
@@ -57,7 +57,7 @@ class Transfer:
         """Return how many elements each member hands to the collective."""
         size = len(self.group)
         match self.how:
-            case "all-reduce" | "rows":
+            case "all-reduce" | "rows" | "broadcast":
                 return [self.used] * size
             case "reduce-scatter":
                 return [self.chunk * size] * size
@@ -123,8 +123,8 @@ class Program:
         return [t for t in self.transfers if rank in t.group and t.stage not in skipped]
 
 
-def expand(plan: Plan) -> Program:
-    """Return the program of a plan; empty on one rank."""
+def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
+    """Return the program of a plan; empty on one rank. ``broadcasts``: as published, where dkfac deals and gathers."""
     if plan.world_size == 1:
         return Program(())
     everyone = tuple(range(plan.world_size))
@@ -136,7 +136,11 @@ def expand(plan: Plan) -> Program:
     transfers += _rows(plan, everyone)
     transfers.append(_small("means", everyone, 2 * NUM_SCHEDULES + num_factors + blocks))
     transfers.append(_small("status", everyone, 1 + 2 * num_factors))
-    transfers += _shares("decompositions", _decompositions(plan))
+    decompositions = list(_decompositions(plan))
+    if broadcasts:
+        transfers += [Transfer("decompositions", "broadcast", g, dtype, (part,)) for g, dtype, part in decompositions]
+    else:
+        transfers += _shares("decompositions", decompositions)
     gradients = list(_gradients(plan))
     if plan.share == "weights":
         transfers.append(_small("norms", everyone, 3 * len(plan.layers)))

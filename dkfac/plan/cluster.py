@@ -1,0 +1,115 @@
+"""What a cluster's links and linear algebra cost, as data: measured (``dkfac measure``), published or guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dkfac.plan.costs import Costs
+from dkfac.plan.curves import Curve
+
+VERSION = 1
+
+STEPS = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-all": 1.0, "broadcast": 1.0}
+"""How often a ring passes all of its data on: of p ranks each sends ``p - 1`` times so many pieces, of 1/p each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a collective of one group size: ``latency + byte_seconds * bytes`` of the whole buffer."""
+
+    latency: float
+    byte_seconds: float
+    error: float = 0.0
+    """Root mean square of the relative errors of the fit."""
+
+    def __call__(self, num_bytes: float) -> float:
+        return self.latency + self.byte_seconds * num_bytes
+
+
+Lines = Mapping[str, Mapping[int, Line]]
+"""By collective and group size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    name: str
+    costs: Costs = field(default_factory=Costs)
+    within: Lines = field(default_factory=dict)
+    """Links of ranks on one host."""
+    between: Lines = field(default_factory=dict)
+    """Links of ranks on several hosts."""
+    ranks_per_host: int = 1
+    slots: float | None = None
+    """How many ranks of a host compute at full speed at the same time; None: all."""
+    hidden: tuple[float, float] = (1.0, 1.0)
+    """The speed of transfers beside a forward and beside a backward pass, to their speed alone."""
+    memory_bytes: int | None = None
+    """Of a rank."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def seconds(self, how: str, size: int, num_bytes: float, *, one_host: bool) -> float:
+        """Return what a collective of so many ranks takes for a buffer of so many bytes, nothing else running.
+
+        ``num_bytes``: of the whole buffer, also where each rank gives or gets a part of it.
+        """
+        return self.line(how, size, one_host=one_host)(num_bytes)
+
+    def line(self, how: str, size: int, *, one_host: bool) -> Line:
+        """Return a measured line, or one from the nearest measured size by the steps and volume of a ring."""
+        lines = (self.within or self.between) if one_host else (self.between or self.within)
+        known = lines.get(how) or _derived(lines, how)
+        if not known:
+            volume = STEPS[how] * (size - 1) / size
+            return Line(self.costs.latency_seconds * STEPS[how] * (size - 1), self.costs.byte_seconds * volume)
+        if size in known:
+            return known[size]
+        near = min(known, key=lambda other: (abs(other - size), other))
+        steps = max(1, size - 1) / max(1, near - 1)
+        volume = ((size - 1) / size) / ((near - 1) / near)
+        return Line(known[near].latency * steps, known[near].byte_seconds * volume, known[near].error)
+
+    def is_measured(self, how: str, size: int, *, one_host: bool) -> bool:
+        lines = self.within if one_host else self.between
+        return size in lines.get(how, {})
+
+    def to_json(self) -> str:
+        body = asdict(self) | {"version": VERSION}
+        return json.dumps(body, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the cluster file") -> Cluster:
+        """Return the cluster that ``to_json`` wrote."""
+        try:
+            body = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not JSON ({error}); write one with `dkfac measure -o FILE`") from None
+        if not isinstance(body, dict) or body.get("version") != VERSION:
+            version = body.get("version") if isinstance(body, dict) else None
+            raise ValueError(f"{where} has version {version!r}, this dkfac reads {VERSION}: measure again")
+        body.pop("version")
+        costs = body.pop("costs")
+        curves = {name: _curve(value) for name, value in costs.pop("curves").items()}
+        within, between = _lines(body.pop("within")), _lines(body.pop("between"))
+        forward, backward = body.pop("hidden")
+        own = Costs(curves=curves, **costs)
+        return cls(costs=own, hidden=(forward, backward), within=within, between=between, **body)
+
+
+def _lines(body: dict[str, Any]) -> Lines:
+    return {how: {int(size): Line(**line) for size, line in sizes.items()} for how, sizes in body.items()}
+
+
+def _curve(body: dict[str, Any]) -> Curve:
+    return Curve(body["form"], tuple(body["coefficients"]), body["error"])
+
+
+def _derived(lines: Lines, how: str) -> Mapping[int, Line]:
+    """Return lines for a collective that was not measured, from one that was: by the data that a ring passes on."""
+    for other in STEPS:
+        if other in lines:
+            ratio = STEPS[how] / STEPS[other]
+            return {n: Line(ratio * li.latency, ratio * li.byte_seconds, li.error) for n, li in lines[other].items()}
+    return {}

@@ -1,0 +1,136 @@
+"""Every strategy's predicted step, and the best that fits into the memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dkfac.plan.cluster import Cluster
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.plan import Plan, num_bytes
+from dkfac.plan.program import Program, expand
+from dkfac.plan.simulate import Kind, Work, simulate
+from dkfac.plan.spec import LayerSpec
+from dkfac.plan.strategies import FULL_STATISTICS
+from dkfac.plan.timeline import Timeline
+
+MOST_FRACTIONS = 6
+"""Of workers, that are tried: the divisors of the world nearest to its root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan and what it is predicted to cost."""
+
+    plan: Plan
+    choices: Choices
+    overlap: bool
+    seconds: float
+    """Of a step, in the mean over an interval."""
+    memory_bytes: int
+    """Of factors and decompositions, on the rank that holds most."""
+    step_bytes: float
+    """That a rank gives to collectives, in the mean over ranks and steps."""
+    steps: tuple[tuple[str, int, Timeline], ...]
+    """Kinds of steps: their name, how many there are in an interval, and one of them."""
+
+    @property
+    def name(self) -> str:
+        workers = "" if self.choices.worker_fraction is None else f" {self.choices.worker_fraction:.3g}"
+        wire = "" if self.choices.wire_dtype is None else f", {self.choices.wire_dtype} wire"
+        return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}"
+
+    def network(self, rank: int = 0) -> tuple[float, float]:
+        """Return hidden and exposed seconds of a rank's transfers, in the mean of a step."""
+        total, hidden, exposed = sum(count for _, count, _ in self.steps), 0.0, 0.0
+        for _, count, timeline in self.steps:
+            parts = timeline.network(rank).values()
+            hidden += count * sum(a for a, _ in parts)
+            exposed += count * sum(b for _, b in parts)
+        return hidden / total, exposed / total
+
+
+def predict(plan: Plan, choices: Choices, overlap: bool, cluster: Cluster, work: Work, *, keep: int = 1) -> Found:
+    """Return what a plan costs."""
+    program = expand(plan)
+    measured = choices.inverse_interval // choices.factor_interval
+    kinds = [("refresh", 1, Kind(True, True, overlap)), ("measure", measured - 1, Kind(True, False, overlap))]
+    kinds.append(("ordinary", choices.inverse_interval - measured, Kind(False, False, overlap)))
+    steps = tuple(
+        (name, count, simulate(plan, cluster, work, kind, program=program, keep=keep))
+        for name, count, kind in kinds
+        if count > 0
+    )
+    seconds = sum(count * timeline.seconds for _, count, timeline in steps) / choices.inverse_interval
+    return Found(plan, choices, overlap, seconds, most_memory(plan), step_bytes(program, choices, plan), steps)
+
+
+def candidates(
+    choices: Choices, world_size: int, *, wire_dtypes: Sequence[str | None]
+) -> Iterator[tuple[Choices, bool]]:
+    """Yield what can be chosen without changing results (but for rounding, where a precision is offered)."""
+    divisors = [d for d in range(2, world_size) if world_size % d == 0]
+    divisors = sorted(sorted(divisors, key=lambda d: (abs(d * d - world_size), d))[:MOST_FRACTIONS])
+    for wire in wire_dtypes:
+        for overlap in (False, True):
+            own = replace(choices, wire_dtype=wire, fusion="optimal" if overlap else "one")
+            for name in FULL_STATISTICS:
+                if name != "hybrid-opt":
+                    yield replace(own, strategy=name, worker_fraction=None), overlap
+                    continue
+                for workers in divisors:
+                    yield replace(own, strategy=name, worker_fraction=workers / world_size), overlap
+
+
+def search(
+    layers: Sequence[LayerSpec],
+    world_size: int,
+    cluster: Cluster,
+    work: Work,
+    choices: Choices,
+    *,
+    memory_bytes: int | None = None,
+    wire_dtypes: Sequence[str | None] = (None,),
+) -> list[Found]:
+    """Return all candidates that fit, the fastest first; of equals the one with less memory, then by name."""
+    found = []
+    for own, overlap in candidates(choices, world_size, wire_dtypes=wire_dtypes):
+        if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
+            continue
+        plan = make_plan(layers, world_size, own, cluster, work)
+        found.append(predict(plan, own, overlap, cluster, work))
+    found.sort(key=lambda f: (round(f.seconds, 9), f.memory_bytes, f.name))
+    budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
+    if budget is None:
+        return found
+    fitting = [f for f in found if f.memory_bytes <= budget]
+    if not fitting:
+        least = min(found, key=lambda f: (f.memory_bytes, f.seconds))
+        raise ValueError(
+            f"no strategy fits into {budget / 1e9:.3g} GB for factors and decompositions on {world_size} ranks: the "
+            f"least is {least.memory_bytes / 1e9:.3g} GB with {least.name}; more ranks, max_dim or skip= make it less"
+        )
+    return fitting
+
+
+def step_bytes(program: Program, choices: Choices, plan: Plan) -> float:
+    """Return what a rank gives to collectives in a step, in the mean over ranks and steps."""
+    every = dict.fromkeys(("header", "factors"), choices.factor_interval)
+    every |= dict.fromkeys(("means", "status", "decompositions"), choices.inverse_interval)
+    total = 0.0
+    for transfer in program.transfers:
+        total += sum(transfer.sizes()) * num_bytes(transfer.dtype) / every.get(transfer.stage, 1)
+    return total / plan.world_size
+
+
+def most_memory(plan: Plan) -> int:
+    """Return the bytes of factors and decompositions on the rank that holds most."""
+    held, common = [0] * plan.world_size, 0
+    for layer, placement in zip(plan.layers, plan.placements, strict=True):
+        for ranks, size in plan.parts(layer, placement):
+            if len(ranks) == plan.world_size:
+                common += size
+            else:
+                for rank in ranks:
+                    held[rank] += size
+    return max(held) + common

@@ -1,0 +1,166 @@
+"""The search over plans, the models it knows by name, and the published cluster."""
+
+import functools
+import json
+import pathlib
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dkfac.plan.cluster import Cluster, Line
+from dkfac.plan.costs import Costs
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.models import MODELS, linear, scaled, work_of
+from dkfac.plan.search import most_memory, search
+from dkfac.plan.simulate import Kind, simulate
+from dkfac.plan.strategies import STRATEGIES, balance
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+GUESSED = Cluster("guessed")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "millions"),
+    [
+        ("resnet18", 21, 11.68), ("resnet32", 32, 0.46), ("resnet34", 37, 21.78), ("resnet50", 54, 25.50),
+        ("resnet101", 105, 44.44), ("resnet152", 156, 60.04), ("vgg16", 16, 138.36), ("densenet121", 121, 7.90),
+        ("densenet201", 201, 19.78), ("inception-v4", 150, 42.62), ("bert-large", 145, 303.26), ("gpt2", 48, 85.02),
+        ("vit-b", 74, 86.38),
+    ],
+)  # fmt: skip
+def test_models_have_the_parameters_they_are_known_for(name, layers, millions):
+    """Without norms and embeddings: torchvision's resnet50 has 25.56 million with its norms, densenet201 20.01."""
+    shapes = list(MODELS[name]())
+    assert len(shapes) == layers
+    assert len({shape.spec.name for shape in shapes}) == layers
+    assert sum(shape.spec.grad_elements for shape in shapes) / 1e6 == pytest.approx(millions, abs=0.005)
+
+
+def test_resnet50_has_the_published_factors_and_operations():
+    shapes = list(MODELS["resnet50"]())
+    packed = {key: sum(s.spec.factor(key).packed_elements for s in shapes) / 1e6 for key in "AG"}
+    assert packed == pytest.approx({"A": 62.35, "G": 14.62}, abs=0.005)
+    flops = sum(2 * s.positions * s.spec.grad_elements for s in shapes)
+    assert flops / 1e9 == pytest.approx(8.2, abs=0.1), "4.1 billion multiplications for an image"
+
+
+def test_scaled_work_adds_up_to_what_is_known():
+    work = scaled(list(MODELS["resnet50"]()), 0.132, 0.212)
+    assert sum(work.forward.values()) + sum(work.backward.values()) == pytest.approx(0.132)
+    assert sum(work.backward.values()) == pytest.approx(2 * sum(work.forward.values()))
+    assert sum(work.factors.values()) == pytest.approx(0.212)
+
+
+layer_sets = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=8).map(
+    lambda dims: [linear(f"l{i}", a, b).spec for i, (a, b) in enumerate(dims)]
+)
+worlds = st.one_of(st.integers(1, 64), st.sampled_from([100, 256, 1000, 4096]))
+
+
+def makespan_and_costs(plan):
+    costs, load = [], [0.0] * plan.world_size
+    for layer, placement in zip(plan.layers, plan.placements, strict=True):
+        for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
+            costs.append(GUESSED.costs.decompose(factor, plan.solver))
+            for rank in by:
+                load[rank] += costs[-1]
+    return max(load), costs
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(layers=layer_sets, world=worlds, strategy=st.sampled_from(sorted(STRATEGIES)), share=st.floats(0.0, 1.5))
+def test_any_plan_owns_every_factor_and_balances_and_budgets_hold(layers, world, strategy, share):
+    fraction = 1 / world if strategy == "hybrid-opt" else None
+    plan = make_plan(layers, world, Choices(strategy=strategy, worker_fraction=fraction))
+    for layer, placement in zip(plan.layers, plan.placements, strict=True):
+        assert all(
+            by and set(by) <= set(held) for by, held in zip(placement.decomposed_by, placement.factors, strict=True)
+        )
+        assert len(placement.decomposed_by) == len(layer.factors)
+    if strategy == "comm-opt":  # which is free to give each factor to anyone
+        makespan, costs = makespan_and_costs(plan)
+        assert makespan <= (sum(costs) / world + (1 - 1 / world) * max(costs)) * (1 + 1e-9)
+    some = {0, world - 1, *(by[0] for p in plan.placements for by in (*p.decomposed_by, p.preconditioned_by))}
+    assert most_memory(plan) == max(sum(plan.memory_bytes(rank).values()) for rank in some)
+    if world > 16:
+        return
+    work, budget = work_of([linear(la.name, 1, 1) for la in layers], 8, Costs()), int(share * most_memory(plan))
+    ask = functools.partial(search, layers, world, GUESSED, work, Choices(factor_interval=1, inverse_interval=1))
+    least = min(found.memory_bytes for found in ask())
+    if budget < least:
+        with pytest.raises(ValueError, match="the least is"):
+            ask(memory_bytes=budget)
+        budget = least
+    fitting = ask(memory_bytes=budget)
+    assert fitting
+    assert all(found.memory_bytes <= budget for found in fitting)
+    assert fitting[0].seconds <= min(found.seconds for found in fitting) + 1e-9
+
+
+def optimum(costs, loads, best):
+    """Return the least makespan, or ``best`` if none is less: every choice that could still be better is tried."""
+    if not costs:
+        return max(loads)
+    for rank in {load: rank for rank, load in enumerate(loads)}.values():  # of equal loads one
+        if loads[rank] + costs[0] < best:
+            best = min(best, optimum(costs[1:], [*loads[:rank], loads[rank] + costs[0], *loads[rank + 1 :]], best))
+    return best
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(costs=st.lists(st.floats(0.01, 10), min_size=1, max_size=10), ranks=st.integers(1, 4))
+def test_balancing_is_within_a_third_of_the_best_there_is(costs, ranks):
+    bins = balance([(cost, f"{i:03}") for i, cost in enumerate(costs)], ranks)
+    loads = [sum(c for c, b in zip(costs, bins, strict=True) if b == rank) for rank in range(ranks)]
+    assert max(loads) <= optimum(sorted(costs, reverse=True), [0.0] * ranks, max(loads)) * 4 / 3 + 1e-9
+
+
+def test_a_budget_that_nothing_fits_into_is_refused_with_the_least_that_works():
+    layers = [linear(f"l{i}", 100, 100).spec for i in range(4)]
+    work = work_of([linear(f"l{i}", 100, 100) for i in range(4)], 8, Costs())
+    with pytest.raises(ValueError, match=r"no strategy fits into .* on 2 ranks: the least is 0\.0003") as caught:
+        search(layers, 2, GUESSED, work, Choices(), memory_bytes=1000)
+    assert "max_dim" in str(caught.value)
+
+
+def test_the_same_question_has_the_same_answer_and_links_decide_it():
+    shapes = list(MODELS["resnet18"]())
+    layers = [shape.spec for shape in shapes]
+    slow, fast = (
+        Cluster("c", Costs(), between={how: {8: Line(1e-5, b)} for how in ("all-reduce", "all-gather", "all-to-all")})
+        for b in (1e-8, 1e-13)
+    )
+    work = work_of(shapes, 32, Costs())
+    best = [search(layers, 8, where, work, Choices(inverse_interval=10))[0] for where in (slow, fast, slow)]
+    assert best[0].plan == best[2].plan
+    assert (best[0].plan.strategy, best[0].overlap) != (best[1].plan.strategy, best[1].overlap)
+
+
+def test_thousands_of_ranks_are_planned_and_simulated_in_seconds():
+    shapes = list(MODELS["resnet152"]())
+    layers, work = [shape.spec for shape in shapes], work_of(shapes, 32, Costs())
+    for strategy in ("comm-opt", "sharded", "spd", "hybrid-opt"):
+        begin = time.perf_counter()
+        plan = make_plan(layers, 4096, Choices(strategy=strategy))
+        planned = time.perf_counter()
+        simulate(plan, Cluster("c", ranks_per_host=8), work, Kind())
+        assert planned - begin < 2
+        assert time.perf_counter() - planned < 10
+
+
+def test_the_published_cluster_is_predicted_from_what_was_fitted_on_another_model(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import spd_table
+
+    constants = json.loads((BENCHMARKS / "results" / "spd_table.json").read_text())["constants"]
+    where, totals = spd_table.cluster(constants), []
+    for algorithm, wanted in spd_table.PUBLISHED["resnet152"].items():
+        found = spd_table.predict("resnet152", algorithm, where)
+        assert found[3] == pytest.approx(wanted[3], rel=0.10), algorithm
+        for mine, theirs in zip(found[:3], wanted[:3], strict=True):
+            assert mine == pytest.approx(theirs, rel=0.25), algorithm
+        totals.append(found[3])
+    assert totals == sorted(totals, reverse=True), "D-KFAC, MPD-KFAC, SPD-KFAC"
