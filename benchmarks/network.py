@@ -76,11 +76,11 @@ def network(hosts: int, rate: str, burst: str):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def launch(names: list[str]) -> None:
-    """Run this file once in every host and wait; the first failure ends all."""
+def launch(names: list[str], script: str = __file__) -> None:
+    """Run a file once in every host and wait; the first failure ends all."""
     shared = {"MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": "29500", "WORLD_SIZE": str(len(names))}
     shared |= {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
+    command = [sys.executable, os.path.abspath(script), *sys.argv[1:]]
     children = []
     try:
         for rank, name in enumerate(names):

@@ -28,7 +28,7 @@ class Run:
         self.optimizer = optimizer(self.model.parameters(), lr=0.05, **settings)
         self.net = DistributedDataParallel(self.model) if ddp else self.model
         self.ddp, self.world_size = ddp, world_size
-        self.kfac = KFAC(self.net, self.optimizer, **(EXACT | options))
+        self.kfac = KFAC(self.net, self.optimizer, **(EXACT | {"curvature": "kfac"} | options))
 
     def train(self, start, end):
         for step in range(start, end):

@@ -18,7 +18,10 @@ ANY = None
 MAY_IMPORT = {
     "ops": {"ops"},
     "plan": {"plan"},
-    "measure": {"measure", "plan"},
+    "measure": {"comm", "kfac", "layers", "measure", "ops", "plan", "settings"},
+    "charts": {"plan"},
+    "cli": ANY,
+    "__main__": {"cli"},
     "comm": {"comm", "plan"},
     "layers": {"layers", "ops", "plan", "settings"},
     "checks": {"settings"},

@@ -9,6 +9,7 @@ from helpers_ranks import on_threads
 
 from dkfac.layers.find import find_layers
 from dkfac.plan import make
+from dkfac.plan.cluster import Cluster
 from dkfac.plan.costs import Costs
 from dkfac.plan.strategies import FULL_STATISTICS
 from dkfac.settings import Settings
@@ -125,7 +126,7 @@ def test_the_number_of_workers_changes_nothing(world_size, workers):
 )
 def test_factors_reduced_in_several_buckets_train_like_one_process(fusion, strategy, net, monkeypatch):
     """The layers are so small that one bucket pays, unless a start-up costs nothing."""
-    monkeypatch.setattr(make, "Costs", lambda: Costs(latency_seconds=1e-9))
+    monkeypatch.setattr(make, "Cluster", lambda name: Cluster(name, Costs(latency_seconds=1e-9)))
     layers = [layer.spec for layer in find_layers(build(net), Settings(), None)[0]]
     plan = make.make_plan(layers, 4, make.Choices(strategy=strategy, fusion=fusion))
     assert len(plan.buckets) > 1

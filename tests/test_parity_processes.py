@@ -78,7 +78,7 @@ def fit(
     wrapped = model if world == 1 or attach == "before" else DistributedDataParallel(model, **(ddp or {}))
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10**6, enabled=overflows is not None)
-    kfac = KFAC(wrapped, optimizer, grad_scaler=scaler, accumulate="mean", **(EXACT | options))
+    kfac = KFAC(wrapped, optimizer, grad_scaler=scaler, accumulate="mean", **(EXACT | {"curvature": "kfac"} | options))
     if world > 1 and attach == "before":
         wrapped = DistributedDataParallel(model, **(ddp or {}))
     for step in range(steps):

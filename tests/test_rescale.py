@@ -51,4 +51,6 @@ def test_the_global_length_is_that_of_the_preconditioned_layers():
 
 
 def test_the_default_matches_the_global_length():
-    assert dkfac.Settings().rescale == "norm-global"
+    assert dkfac.Settings().rescale == "auto"
+    assert dkfac.Settings(curvature="kfac").rescale == "norm-global"
+    assert dkfac.KFAC(torch.nn.Linear(2, 2), announce=False).settings.rescale == "norm-global"

@@ -46,6 +46,14 @@ def exchange_text(groups: Groups, text: str, device: torch.device) -> list[str]:
     return [_text(row) for row in gathered]
 
 
+def tell(groups: Groups, text: str, device: torch.device) -> str:
+    """Return what rank 0 says, on all ranks."""
+    size = torch.tensor([len(text.encode())], device=device)
+    broadcast(size, groups.global_rank(0), groups.everyone).wait()
+    said = torch.empty(int(size), dtype=torch.uint8, device=device) if groups.rank else _bytes(text.encode(), device)
+    return bytes(broadcast(said, groups.global_rank(0), groups.everyone).wait().tolist()).decode()
+
+
 def raise_everywhere(groups: Groups, error: BaseException | None, device: torch.device) -> None:
     """Raise one rank's error on all; called on all ranks once they know that there is one."""
     said = exchange_text(groups, "" if error is None else f"{type(error).__name__}: {error}", device)

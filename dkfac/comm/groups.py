@@ -36,6 +36,12 @@ def ddp_will_synchronise() -> bool:
     return ddp is not None and bool(ddp.require_backward_grad_sync)
 
 
+def only(groups: Groups) -> Any:
+    """Return a group of each rank alone. A collective call."""
+    own = [dist.new_group([groups.global_rank(rank)]) for rank in range(groups.world_size)]
+    return own[groups.rank]
+
+
 class Groups:
     """The groups of one attachment: all its ranks, and the subsets that a program names."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dkfac.plan.costs import Costs
@@ -43,7 +43,9 @@ class Cluster:
     """Links of ranks on several hosts."""
     ranks_per_host: int = 1
     slots: float | None = None
-    """How many ranks of a host compute at full speed at the same time; None: all."""
+    """How many ranks of a machine compute at full speed at the same time; None: all."""
+    slot_ranks: int | None = None
+    """How many ranks share the slots; None: those of a host."""
     hidden: tuple[float, float] = (1.0, 1.0)
     """The speed of transfers beside a forward and beside a backward pass, to their speed alone."""
     memory_bytes: int | None = None
@@ -71,6 +73,12 @@ class Cluster:
         volume = ((size - 1) / size) / ((near - 1) / near)
         return Line(known[near].latency * steps, known[near].byte_seconds * volume, known[near].error)
 
+    def with_hosts_of(self, ranks_per_host: int) -> Cluster:
+        """Return the same links with another number of ranks on a host."""
+        if ranks_per_host < 1:
+            raise ValueError(f"{ranks_per_host} ranks on a host: there are 1 or more")
+        return replace(self, ranks_per_host=ranks_per_host)
+
     def is_measured(self, how: str, size: int, *, one_host: bool) -> bool:
         lines = self.within if one_host else self.between
         return size in lines.get(how, {})
@@ -90,12 +98,16 @@ class Cluster:
             version = body.get("version") if isinstance(body, dict) else None
             raise ValueError(f"{where} has version {version!r}, this dkfac reads {VERSION}: measure again")
         body.pop("version")
-        costs = body.pop("costs")
-        curves = {name: _curve(value) for name, value in costs.pop("curves").items()}
+        own = costs_of(body.pop("costs"))
         within, between = _lines(body.pop("within")), _lines(body.pop("between"))
         forward, backward = body.pop("hidden")
-        own = Costs(curves=curves, **costs)
         return cls(costs=own, hidden=(forward, backward), within=within, between=between, **body)
+
+
+def costs_of(body: dict[str, Any]) -> Costs:
+    """Return the costs that ``asdict`` made plain."""
+    curves = {name: _curve(value) for name, value in body["curves"].items()}
+    return Costs(**{**body, "curves": curves})
 
 
 def _lines(body: dict[str, Any]) -> Lines:

@@ -22,11 +22,11 @@ class Costs:
     byte_seconds: float = 1e-9
     """Of a link, one direction."""
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    """Measured: solvers by a factor's dimension, ``products`` (forward, backward), ``factor`` and ``precondition`` by
-    floating point operations."""
+    """Measured: solvers by a factor's dimension; ``products`` (forward, backward), ``factor`` and ``precondition`` by
+    floating point operations; ``average`` and ``pack`` by elements."""
 
     def work(self, what: str, flops: float) -> float:
-        """Return the seconds of one call of dense products: ``products``, ``factor`` or ``precondition``."""
+        """Return the seconds of one call of what has a curve other than a solver's."""
         curve = self.curves.get(what)
         return self.flop_seconds * flops if curve is None else curve(flops)
 

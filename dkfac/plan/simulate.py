@@ -69,8 +69,9 @@ def simulate(plan: Plan, cluster: Cluster, work: Work, kind: Kind, *, program: P
     waiting = _passes(plan, cluster, work, kind, program, clock)
     if kind.measures:
         _transfer_all(program.stage("header"), cluster, clock)
-        for transfer in waiting:
-            _transfer(transfer, cluster, clock)
+        _work([_packing(plan, cluster)] * world, "pack", cluster, clock)
+        _transfer_all(waiting, cluster, clock)
+        _work(_averaging(plan, cluster), "average", cluster, clock)
     if kind.decomposes:
         _transfer_all(program.stage("means"), cluster, clock)
         _work(_decompositions(plan, cluster), "decompose", cluster, clock)
@@ -171,11 +172,12 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
             seconds = _seconds(transfer, cluster)
             jobs.append(Job("factors", f"bucket {transfer.bucket} {transfer.how}", when, seconds, 1))
         waiting = []
-    end = now
+    end = last = now
     for begin, done, job in _share_network(jobs, turn, end, cluster.hidden):
+        begin = max(begin, done - job.seconds)  # beside work, or another transfer, it takes longer than it moves data
         clock.note(everyone, "network", job.stage, job.name, begin, done)
-        end = max(end, done)
-    clock.now = [end] * world
+        last = max(last, done)
+    clock.now = [last] * world
     return waiting
 
 
@@ -222,13 +224,13 @@ def _share_network(
 
 def _crowding(cluster: Cluster, world: int) -> float:
     """Return how much slower work is where all ranks of a host work at once."""
-    busy = min(world, cluster.ranks_per_host)
+    busy = min(world, cluster.slot_ranks or cluster.ranks_per_host)
     return 1.0 if cluster.slots is None else max(1.0, busy / cluster.slots)
 
 
 def _work(seconds: list[float], stage: str, cluster: Cluster, clock: Clock) -> None:
     """Let each rank work so long, at full speed; ranks of a host share its slots."""
-    size = cluster.ranks_per_host
+    size = cluster.slot_ranks or cluster.ranks_per_host
     for first in range(0, len(seconds), size):
         ranks = range(first, min(first + size, len(seconds)))
         starts = [clock.now[rank] for rank in ranks]
@@ -268,6 +270,31 @@ def _decompositions(plan: Plan, cluster: Cluster) -> list[float]:
                 common += cost
             else:
                 for rank in by:
+                    seconds[rank] += cost
+    return [value + common for value in seconds]
+
+
+def _packing(plan: Plan, cluster: Cluster) -> float:
+    """Return the seconds of writing all factors' sums to buffers, and reading them, if that was measured."""
+    if plan.world_size == 1 or "pack" not in cluster.costs.curves:
+        return 0.0
+    both = zip(plan.layers, plan.placements, strict=True)
+    travels = [factor for layer, p in both if len(p.statistics) > 1 for factor in layer.factors]
+    return sum(cluster.costs.work("pack", factor.packed_elements) for factor in travels)
+
+
+def _averaging(plan: Plan, cluster: Cluster) -> list[float]:
+    """Return each rank's seconds of absorbing factors into running ones, if that was measured."""
+    seconds, common = [0.0] * plan.world_size, 0.0
+    if "average" not in cluster.costs.curves:
+        return seconds
+    for layer, placement in zip(plan.layers, plan.placements, strict=True):
+        for factor, held in zip(layer.factors, placement.factors, strict=True):
+            cost = cluster.costs.work("average", factor.num_elements)
+            if len(held) == plan.world_size:
+                common += cost
+            else:
+                for rank in held:
                     seconds[rank] += cost
     return [value + common for value in seconds]
 

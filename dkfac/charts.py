@@ -1,0 +1,53 @@
+"""Timelines as pictures. Needs matplotlib, which is asked for only here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dkfac.plan.timeline import Timeline
+
+COLOURS = {
+    "forward": "#4c78a8", "backward": "#72b7b2", "measure": "#e45756", "pack": "#ff9da6", "average": "#9d755d",
+    "decompose": "#b279a2", "precondition": "#54a24b", "optimizer": "#bab0ac", "gradients": "#eeca3b",
+    "factors": "#f58518", "decompositions": "#d67195", "header": "#79706e", "means": "#79706e", "status": "#79706e",
+    "norms": "#79706e", "weights": "#eeca3b",
+}  # fmt: skip
+
+
+def gantt(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
+    """Draw timelines below each other, on one scale, two rows for each rank: its work and its transfers."""
+    plt = _matplotlib()
+    rows = [max(1, len(timeline.ranks)) for _, timeline in timelines]
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=(11, 1.2 + 0.5 * sum(rows)), sharex=True, squeeze=False, height_ratios=rows
+    )
+    used: set[str] = set()
+    for ax, (title, timeline) in zip(axes[:, 0], timelines, strict=True):
+        for place, rank in enumerate(timeline.ranks):
+            for span in timeline.of(rank):
+                low = 2 * place + (0.9 if span.stream == "network" else 0.0)
+                colour = COLOURS.get(span.stage, "#79706e")
+                ax.broken_barh([(1e3 * span.begin, 1e3 * (span.end - span.begin))], (low, 0.8), color=colour)
+                used.add(span.stage)
+        ax.set_yticks([2 * place + 0.85 for place in range(len(timeline.ranks))])
+        ax.set_yticklabels([f"rank {rank}" for rank in timeline.ranks])
+        ax.set_title(f"{title}: {1e3 * timeline.seconds:.1f} ms", fontsize=9)
+        ax.invert_yaxis()
+    axes[-1, 0].set_xlabel("ms; for each rank work above transfers")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS.get(stage, "#79706e")) for stage in sorted(used)]
+    figure.legend(handles, sorted(used), ncol=8, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+    plt.close(figure)
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install 'dkfac[demo]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,105 @@
+"""What K-FAC's own work takes on this machine, by running it: one layer of each size, one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dkfac.kfac import KFAC
+from dkfac.measure.fit import Points, fit
+from dkfac.ops.pack import pack_triangle, unpack_triangle
+from dkfac.plan.costs import Costs
+from dkfac.plan.curves import Curve
+
+DIMS = {"cpu": (16, 32, 64, 128, 256, 512, 768, 1024), "cuda": (64, 128, 256, 512, 1024, 2048, 4608)}
+ROWS = 256
+LONG = 2.0
+"""Seconds of a step from which on no larger dimension is tried."""
+SOLVERS = ("eigen", "cholesky", "warm-eigen")
+
+
+def measure_costs(
+    device: torch.device, process_group: Any = None, *, dims: Sequence[int] = (), say: Callable[[str], Any] = print
+) -> Costs:
+    """Return curves for a step's stages. ``process_group``: of this rank alone, under torch.distributed."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for dim in dims or DIMS[device.type]:
+        longest = 0.0
+        for solver in SOLVERS:
+            found = _stages(dim, solver, device, process_group)
+            longest = max(longest, sum(found.values()))
+            passes = 2 if solver == "cholesky" else 4
+            for what, size, seconds in (
+                (solver, dim, found["decompose"] / 2),
+                ("precondition", passes * 2.0 * dim**3, found["precondition"]),
+                ("factor", 2.0 * ROWS * dim**2, found["capture"] / 2),
+                ("average", float(dim) ** 2, found["average"] / 2),
+            ):
+                points.setdefault(what, []).append((float(size), seconds))
+        points.setdefault("products", []).append((2.0 * ROWS * dim**2, _product(dim, device)))
+        points.setdefault("pack", []).append((dim * (dim + 1) / 2, _packing(dim, device)))
+        if longest > LONG:
+            say(f"a step with one layer of {dim} takes {longest:.1f} s: larger ones are extrapolated")
+            break
+    return Costs(curves={name: _curve(values) for name, values in points.items()})
+
+
+def _curve(points: Points) -> Curve:
+    """Return a curve through the medians of the points of each size."""
+    sizes = sorted({size for size, _ in points})
+    middle = [sorted(seconds for other, seconds in points if other == size) for size in sizes]
+    return fit([(size, values[len(values) // 2]) for size, values in zip(sizes, middle, strict=True)])
+
+
+def _stages(dim: int, solver: str, device: torch.device, process_group: Any) -> dict[str, float]:
+    """Return the seconds of each stage of a step of K-FAC with one square layer."""
+    model = nn.Linear(dim, dim, bias=False, device=device)
+    x = torch.randn(ROWS, dim, device=device)
+    options: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
+    kfac = KFAC(model, process_group=process_group, solver=solver, damping=0.1, announce=False, **options)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        kfac.step()
+
+    with kfac:
+        begin, before, steps = time.perf_counter(), dict[str, float](), 0
+        for warming in range(3):
+            step()
+            if warming < 2:
+                begin = time.perf_counter()
+        before = dict(kfac.report()["stage_seconds"])
+        budget = time.perf_counter() + max(0.1, 3 * (time.perf_counter() - begin))
+        while steps < 3 or (steps < 30 and time.perf_counter() < budget):
+            step()
+            steps += 1
+        after = kfac.report()["stage_seconds"]
+    return {stage: max(1e-9, (after[stage] - before.get(stage, 0.0)) / steps) for stage in after}
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """Return the median seconds of a call, nothing else running."""
+    found = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return sorted(found[1:])[repeats // 2]
+
+
+def _product(dim: int, device: torch.device) -> float:
+    x, weight = torch.randn(ROWS, dim, device=device), torch.randn(dim, dim, device=device)
+    return max(1e-9, seconds_of(lambda: x @ weight, device))
+
+
+def _packing(dim: int, device: torch.device) -> float:
+    """Return what it takes to write a triangle to a buffer and to read it again."""
+    matrix = torch.eye(dim, device=device).unsqueeze(0)
+    return max(1e-9, seconds_of(lambda: unpack_triangle(pack_triangle(matrix), dim), device))
