@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,8 @@ class StageTimer:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._open: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self.listener: Callable[[str, float, float], None] | None = None
+        """Who is told of each stage on the CPU, when it began and when it ended."""
         self.weights: dict[str, int] = {}
         """On CUDA, how often what a stage takes now counts; 0: it is not timed, which costs the host something."""
 
@@ -36,7 +38,10 @@ class StageTimer:
             return
         begin = time.perf_counter()
         yield
-        self._seconds[name] += time.perf_counter() - begin
+        now = time.perf_counter()
+        self._seconds[name] += now - begin
+        if self.listener is not None:
+            self.listener(name, begin, now)
 
     def seconds(self, *, wait: bool = True) -> dict[str, float]:
         """Return the sums so far; without ``wait``, of what the device has finished."""

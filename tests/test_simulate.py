@@ -126,6 +126,12 @@ def test_a_network_does_as_much_as_it_can_and_no_more(given_jobs, turn, longer, 
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(own)), "one at a time, in order"
 
 
+def test_rounding_of_large_times_stops_nothing():
+    jobs = [Job("x", str(i), 1e5 + i / 3, 0.1 / (i + 1), i % 2) for i in range(9)]
+    assert len(_share_network(jobs, 1e5, 1e5 + 1, (0.7, 0.3))) == 9
+    assert _shared([1e6, 1e6 + 0.1, 1e6], [1e-7, 0.3, 1e-9], 1)[1] > 1e6
+
+
 def test_ranks_of_a_host_share_its_cores():
     assert _shared([0.0, 0.0], [1.0, 3.0], None) == [1.0, 3.0]
     assert _shared([0.0, 0.0], [1.0, 3.0], 1) == pytest.approx([2.0, 4.0])
@@ -190,3 +196,12 @@ def test_sizes_that_were_not_measured_come_from_the_nearest_by_the_steps_of_a_ri
     assert (half.latency, half.byte_seconds) == pytest.approx((0.15, 0.375))
     assert known.is_measured("all-reduce", 4, one_host=False)
     assert not known.is_measured("all-reduce", 8, one_host=False)
+
+
+def test_a_line_that_bends_is_read_off_between_its_knots():
+    line = Line(1.0, 9.9, knots=((10.0, 2.0), (20.0, 3.0), (40.0, 13.0)))
+    assert [line(x) for x in (10, 15, 20, 30, 40, 60)] == pytest.approx([2.0, 2.5, 3.0, 8.0, 13.0, 23.0])
+    assert line(0) == 2.0
+    twice = line.scaled(2.0, 3.0)
+    assert twice(20) == pytest.approx(2 * 1.0 + 3 * (3.0 - 1.0))
+    assert Cluster.from_json(Cluster("c", between={"all-reduce": {4: line}}).to_json()).between["all-reduce"][4] == line

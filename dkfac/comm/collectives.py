@@ -5,8 +5,9 @@ gloo silently corrupts what is not contiguous, so every function here checks. Ea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,15 +24,24 @@ class Pending:
 
     work: Any
     finish: Callable[[], Tensor]
+    how: str
+    begin: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> Tensor:
         self.work.wait()
-        return self.finish()
+        result = self.finish()
+        if listener is not None:
+            listener(self.how, self.begin, time.perf_counter())
+        return result
+
+
+listener: Callable[[str, float, float], None] | None = None
+"""Who is told of each transfer, when it was launched and when it had arrived."""
 
 
 def all_reduce(flat: Tensor, group: Any) -> Pending:
     _check(flat)
-    return Pending(dist.all_reduce(flat, group=group, async_op=True), lambda: flat)
+    return Pending(dist.all_reduce(flat, group=group, async_op=True), lambda: flat, "all-reduce")
 
 
 def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending:
@@ -46,29 +56,31 @@ def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending
     if flat.device.type == "cpu" or flat.dtype.itemsize < 4:
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=group, async_op=True)
-        return Pending(work, lambda: received.view(world, -1).sum(0, dtype=accumulate))
+        return Pending(work, lambda: received.view(world, -1).sum(0, dtype=accumulate), "reduce-scatter")
     chunk = flat.new_empty(flat.numel() // world)
-    return Pending(_reduce_scatter(chunk, flat, group=group, async_op=True), lambda: chunk.to(accumulate))
+    work = _reduce_scatter(chunk, flat, group=group, async_op=True)
+    return Pending(work, lambda: chunk.to(accumulate), "reduce-scatter")
 
 
 def exchange(chunk: Tensor, send: list[int], receive: list[int], group: Any) -> Pending:
     """Send so many elements to each member and return what the members sent here, in their order."""
     _check(chunk)
     received = chunk.new_empty(sum(receive))
-    return Pending(dist.all_to_all_single(received, chunk, receive, send, group=group, async_op=True), lambda: received)
+    work = dist.all_to_all_single(received, chunk, receive, send, group=group, async_op=True)
+    return Pending(work, lambda: received, "all-to-all")
 
 
 def broadcast(flat: Tensor, root: int, group: Any) -> Pending:
     """``root``: by its rank in the whole world, as torch.distributed counts."""
     _check(flat)
-    return Pending(dist.broadcast(flat, root, group=group, async_op=True), lambda: flat)
+    return Pending(dist.broadcast(flat, root, group=group, async_op=True), lambda: flat, "broadcast")
 
 
 def all_gather(chunk: Tensor, group: Any) -> Pending:
     """Return the members' chunks, in their order."""
     _check(chunk)
     gathered = chunk.new_empty(chunk.numel() * dist.get_world_size(group))
-    return Pending(_all_gather(gathered, chunk, group=group, async_op=True), lambda: gathered)
+    return Pending(_all_gather(gathered, chunk, group=group, async_op=True), lambda: gathered, "all-gather")
 
 
 def _check(flat: Tensor) -> None:

@@ -89,13 +89,16 @@ def is_frozen(module: nn.Module) -> bool:
 
 
 def find_layers(
-    model: nn.Module, settings: Settings, trained: Iterable[Tensor] | None
+    model: nn.Module, settings: Settings, trained: Iterable[Tensor] | None, *, meta: bool = False
 ) -> tuple[list[Layer], list[Left]]:
     """Return the layers to precondition and everything left to the optimizer, in the model's order.
 
-    ``trained``: the optimizer's parameters; None: all that require a gradient.
+    ``trained``: the optimizer's parameters; None: all that require a gradient. ``meta``: whether the model may be
+    without memory, for a plan.
     """
     _refuse_sharded(model)
+    if not meta and any(p.is_meta for p in model.parameters()):
+        raise RuntimeError("the model is on the meta device: materialise it before attaching K-FAC")
     allowed = None if trained is None else {id(p) for p in trained}
     users = _users(model)
     matched: set[str] = set()
@@ -255,6 +258,3 @@ def _refuse_sharded(model: nn.Module) -> None:
                 f"module {name!r} is wrapped by FSDP, which flattens its parameters: K-FAC cannot find layers "
                 f"in them; use DistributedDataParallel"
             )
-    devices = {p.device.type for p in model.parameters()}
-    if "meta" in devices:
-        raise RuntimeError("the model is on the meta device: materialise it before attaching K-FAC")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +23,15 @@ SOLVERS = ("eigen", "cholesky", "warm-eigen")
 
 
 def measure_costs(
-    device: torch.device, process_group: Any = None, *, dims: Sequence[int] = (), say: Callable[[str], Any] = print
+    device: torch.device,
+    process_group: Any = None,
+    *,
+    largest: int | None = None,
+    say: Callable[[str], Any] = print,
 ) -> Costs:
     """Return curves for a step's stages. ``process_group``: of this rank alone, under torch.distributed."""
     points: dict[str, list[tuple[float, float]]] = {}
-    for dim in dims or DIMS[device.type]:
+    for dim in [dim for dim in DIMS[device.type] if largest is None or dim <= largest]:
         longest = 0.0
         for solver in SOLVERS:
             found = _stages(dim, solver, device, process_group)

@@ -15,10 +15,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def fit_line(points: Points) -> Line:
-    """Return ``latency + byte_seconds * bytes`` with the least squares of relative errors."""
+    """Return ``latency + byte_seconds * bytes`` with the least squares of relative errors, and the points as knots."""
     latency, per_byte = polynomial(points, (0, 1))
     errors = [((latency + per_byte * size) / seconds - 1) ** 2 for size, seconds in points]
-    return Line(latency, per_byte, math.sqrt(sum(errors) / len(errors)))
+    rising = [(size, max(seconds for other, seconds in points if other <= size)) for size, _ in sorted(points)]
+    return Line(latency, per_byte, math.sqrt(sum(errors) / len(errors)), tuple(rising))
 
 
 def fit(points: Points) -> Curve:

@@ -21,31 +21,46 @@ from dkfac.plan.cluster import Cluster, Line, costs_of
 from dkfac.plan.plan import Ranks
 
 
-def measure(device: torch.device, *, ranks_per_host: int | None = None, say: Callable[[str], Any] = print) -> Cluster:
+def measure(
+    device: torch.device,
+    *,
+    ranks_per_host: int | None = None,
+    largest: int | None = None,
+    say: Callable[[str], Any] = print,
+) -> Cluster:
     """Return what this cluster's links and linear algebra cost. Under torch.distributed a collective call."""
     if world_size() == 1:
-        return Cluster(socket.gethostname(), measure_costs(device, say=say), environment=environment(device, 1))
+        costs = measure_costs(device, largest=largest, say=say)
+        return Cluster(socket.gethostname(), costs, environment=environment(device, 1))
     groups = Groups()
     try:
-        return _measure(groups, device, ranks_per_host, say if groups.rank == 0 else lambda text: None)
+        return _measure(groups, device, ranks_per_host, largest, say if groups.rank == 0 else lambda text: None)
     finally:
         groups.close()
 
 
-def _measure(groups: Groups, device: torch.device, ranks_per_host: int | None, say: Callable[[str], Any]) -> Cluster:
+def _measure(
+    groups: Groups,
+    device: torch.device,
+    ranks_per_host: int | None,
+    largest: int | None,
+    say: Callable[[str], Any],
+) -> Cluster:
     world = groups.world_size
     names = agree.exchange_text(groups, socket.gethostname(), device)
     machine = names.count(names[0])
     per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", machine))
     say(f"{world} ranks, {per_host} to a host; linear algebra on rank 0, then the links")
     mine = only(groups)
-    costs = json.dumps(asdict(measure_costs(device, mine, say=say))) if groups.rank == 0 else ""
+    costs = json.dumps(asdict(measure_costs(device, mine, largest=largest, say=say))) if groups.rank == 0 else ""
     costs = agree.tell(groups, costs, device)
-    x = torch.randn(384, 384, device=device)
+    x, y = torch.randn(384, 384, device=device), torch.randn(2**20, device=device)
 
     def work() -> None:
-        for _ in range(20):
+        """As a model does: products, and passes over more memory than a cache holds."""
+        for _ in range(10):
             x @ x
+            y.mul_(0.5).add_(1)
 
     slow = crowding(groups, device, work)
     hidden = measure_hidden(groups, device, work)

@@ -40,7 +40,7 @@ def shapes_of(model: nn.Module, shape: Sequence[int], settings: Settings, *, tok
 
     ``tokens``: whether the input is numbers of tokens.
     """
-    layers, _ = find_layers(unwrap(model), settings, None)
+    layers, _ = find_layers(unwrap(model), settings, None, meta=True)
     rows: dict[str, int] = {}
     handles = []
     for layer in layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -18,15 +19,37 @@ STEPS = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-al
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a collective of one group size: ``latency + byte_seconds * bytes`` of the whole buffer."""
+    """Seconds of a collective of one group size: ``latency + byte_seconds * bytes`` of the whole buffer.
+
+    Real links bend: switches and traffic shapers let short bursts pass faster. Where ``knots`` were measured, what lies
+    between them is read off there, and what lies beyond goes on as between the last two.
+    """
 
     latency: float
     byte_seconds: float
     error: float = 0.0
-    """Root mean square of the relative errors of the fit."""
+    """Root mean square of the relative errors of the straight line."""
+    knots: tuple[tuple[float, float], ...] = ()
+    """Bytes and seconds, in order."""
 
     def __call__(self, num_bytes: float) -> float:
-        return self.latency + self.byte_seconds * num_bytes
+        if len(self.knots) < 2:
+            return self.latency + self.byte_seconds * num_bytes
+        if num_bytes <= self.knots[0][0]:
+            return self.knots[0][1]
+        place = min(bisect.bisect(self.knots, (num_bytes,)), len(self.knots) - 1)
+        (a, first), (b, second) = self.knots[place - 1], self.knots[place]
+        return first + (num_bytes - a) * (second - first) / (b - a)
+
+    def scaled(self, steps: float, volume: float) -> Line:
+        """Return the line of a collective with so many times the start-ups, and so many times the data on a link."""
+
+        def moved(seconds: float) -> float:
+            start = min(self.latency, seconds)
+            return start * steps + (seconds - start) * volume
+
+        knots = tuple((num_bytes, moved(seconds)) for num_bytes, seconds in self.knots)
+        return Line(self.latency * steps, self.byte_seconds * volume, self.error, knots)
 
 
 Lines = Mapping[str, Mapping[int, Line]]
@@ -71,7 +94,7 @@ class Cluster:
         near = min(known, key=lambda other: (abs(other - size), other))
         steps = max(1, size - 1) / max(1, near - 1)
         volume = ((size - 1) / size) / ((near - 1) / near)
-        return Line(known[near].latency * steps, known[near].byte_seconds * volume, known[near].error)
+        return known[near].scaled(steps, volume)
 
     def with_hosts_of(self, ranks_per_host: int) -> Cluster:
         """Return the same links with another number of ranks on a host."""
@@ -111,7 +134,12 @@ def costs_of(body: dict[str, Any]) -> Costs:
 
 
 def _lines(body: dict[str, Any]) -> Lines:
-    return {how: {int(size): Line(**line) for size, line in sizes.items()} for how, sizes in body.items()}
+    return {how: {int(size): _line(line) for size, line in sizes.items()} for how, sizes in body.items()}
+
+
+def _line(body: dict[str, Any]) -> Line:
+    knots = tuple((num_bytes, seconds) for num_bytes, seconds in body.get("knots", ()))
+    return Line(**{**body, "knots": knots})
 
 
 def _curve(body: dict[str, Any]) -> Curve:
@@ -123,5 +151,5 @@ def _derived(lines: Lines, how: str) -> Mapping[int, Line]:
     for other in STEPS:
         if other in lines:
             ratio = STEPS[how] / STEPS[other]
-            return {n: Line(ratio * li.latency, ratio * li.byte_seconds, li.error) for n, li in lines[other].items()}
+            return {size: line.scaled(ratio, ratio) for size, line in lines[other].items()}
     return {}

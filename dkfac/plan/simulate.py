@@ -207,13 +207,12 @@ def _share_network(
         rate = speed / len(active) if active else 0.0
         for q in active:
             begun[q] = now if math.isnan(begun[q]) else begun[q]
-        until = min([now + left[q][place[q]] / rate for q in active] if rate > 0 else [math.inf])
-        later = min([until, *upcoming])
+        until = {q: now + left[q][place[q]] / rate if rate > 0 else math.inf for q in active}
+        later = min([*until.values(), *upcoming])
         for q in active:
-            job = queues[q][place[q]]
             left[q][place[q]] -= rate * (later - now)
-            if left[q][place[q]] <= 1e-12 * max(1.0, job.seconds) and rate > 0:
-                found.append((begun[q], later, job))
+            if until[q] <= later:
+                found.append((begun[q], later, queues[q][place[q]]))
                 place[q], begun[q] = place[q] + 1, math.nan
         now = later
     return found
@@ -251,10 +250,11 @@ def _shared(starts: list[float], seconds: list[float], slots: float | None) -> l
             now = min(coming)
             continue
         rate = min(1.0, slots / len(active))
-        later = min([now + min(left[i] for i in active) / rate, *coming])
+        until = {i: now + left[i] / rate for i in active}
+        later = min([*until.values(), *coming])
         for i in active:
             left[i] -= rate * (later - now)
-            if left[i] <= 1e-15 + 1e-12 * seconds[i]:
+            if until[i] <= later:
                 left[i], ends[i] = 0.0, later
         now = later
     return ends
