@@ -33,8 +33,8 @@ STRATEGIES = ["comm-opt", "sharded", "replicated", "mem-opt", "spd", "layer-wise
 CPU = torch.device("cpu")
 
 
-def own_work(model: str, groups: Groups, args: argparse.Namespace) -> tuple[Work, float]:
-    """Return a rank's own work, timed on rank 0 alone, and the seconds of the optimizer's step."""
+def own_work(model: str, groups: Groups, args: argparse.Namespace) -> Work:
+    """Return a rank's own work, timed on rank 0 alone."""
     alone, module = only(groups), net.build(model)
     shapes = shapes_of(net.build(model), (net.BATCH, 1, 28, 28), dkfac.Settings())
     told = [0.0] * 3
@@ -62,7 +62,7 @@ def own_work(model: str, groups: Groups, args: argparse.Namespace) -> tuple[Work
     dist.broadcast(vector, 0)
     both, measuring, rest = vector.tolist()
     work = scaled(shapes, both, measuring)
-    return Work(work.forward, work.backward, work.factors, optimizer=rest), rest
+    return Work(work.forward, work.backward, work.factors, optimizer=rest)
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ def run_rank(args: argparse.Namespace) -> None:
     print(f"measured in {cost:.0f} s: {cluster.slots} slots, hidden {cluster.hidden}", file=sys.stderr, flush=True)
     for model in args.models.split(","):
         groups = Groups()
-        work, _ = own_work(model, groups, args)
+        work = own_work(model, groups, args)
         shapes = shapes_of(net.build(model), (net.BATCH, 1, 28, 28), dkfac.Settings())
         layers = [shape.spec for shape in shapes]
         rows = {}

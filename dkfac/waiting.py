@@ -64,8 +64,8 @@ class Waiting:
     def add(self, index: int, sums: Sums, x: Tensor, g: Tensor, examples: int, weight: float, number: int = -1) -> bool:
         """Take a layer's call in, if it is of a kind that can wait. ``number``: of the input."""
         if self._tape.sample.every > 1:
-            form = self._forms.get(index) or self._form(index)
-            if form.number is None or x.shape[0] != examples or form.num_dims not in (0, x.ndim):
+            form = self._form(index)
+            if not _fits(form, x, examples):
                 return False
             x, g, examples, weight = self._sampled(form, x, g, examples, weight)
         last = self._last.get(index)
