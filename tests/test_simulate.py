@@ -13,7 +13,8 @@ from dkfac.plan.curves import Curve
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import linear
 from dkfac.plan.program import expand
-from dkfac.plan.simulate import Job, Kind, Work, _share_network, _shared, average_seconds, simulate
+from dkfac.plan.sharing import Job, share_cores, share_network
+from dkfac.plan.simulate import Kind, Work, average_seconds, simulate
 from dkfac.plan.timeline import Span, Timeline
 
 SHAPES = [linear("first", 9, 20), linear("second", 19, 30)]
@@ -103,7 +104,7 @@ def test_with_overlap_factors_leave_when_they_are_measured_and_hide_behind_the_p
 
 def test_gradients_and_factors_share_the_network():
     jobs = [Job("gradients", "", 0.0, 3.0, 0), Job("factors", "", 1.0, 3.0, 1)]
-    ends = {job.stage: (begin, end) for begin, end, job in _share_network(jobs, 0.0, 0.0, (1.0, 1.0))}
+    ends = {job.stage: (begin, end) for begin, end, job in share_network(jobs, 0.0, 0.0, (1.0, 1.0))}
     assert ends["gradients"] == pytest.approx((0.0, 5.0))  # alone for 1, then with half of it
     assert ends["factors"] == pytest.approx((1.0, 6.0))
 
@@ -115,7 +116,7 @@ def test_gradients_and_factors_share_the_network():
 )  # fmt: skip
 def test_a_network_does_as_much_as_it_can_and_no_more(given_jobs, turn, longer, hidden):
     jobs = [Job("x", str(i), ready, seconds, queue) for i, (ready, seconds, queue) in enumerate(given_jobs)]
-    found = _share_network(jobs, turn, turn + longer, hidden)
+    found = share_network(jobs, turn, turn + longer, hidden)
     assert sorted(job.name for _, _, job in found) == sorted(job.name for job in jobs)
     total = sum(job.seconds for job in jobs)
     last = max(end for _, end, _ in found)
@@ -128,15 +129,15 @@ def test_a_network_does_as_much_as_it_can_and_no_more(given_jobs, turn, longer, 
 
 def test_rounding_of_large_times_stops_nothing():
     jobs = [Job("x", str(i), 1e5 + i / 3, 0.1 / (i + 1), i % 2) for i in range(9)]
-    assert len(_share_network(jobs, 1e5, 1e5 + 1, (0.7, 0.3))) == 9
-    assert _shared([1e6, 1e6 + 0.1, 1e6], [1e-7, 0.3, 1e-9], 1)[1] > 1e6
+    assert len(share_network(jobs, 1e5, 1e5 + 1, (0.7, 0.3))) == 9
+    assert share_cores([1e6, 1e6 + 0.1, 1e6], [1e-7, 0.3, 1e-9], 1)[1] > 1e6
 
 
 def test_ranks_of_a_host_share_its_cores():
-    assert _shared([0.0, 0.0], [1.0, 3.0], None) == [1.0, 3.0]
-    assert _shared([0.0, 0.0], [1.0, 3.0], 1) == pytest.approx([2.0, 4.0])
-    assert _shared([0.0, 5.0], [1.0, 3.0], 1) == pytest.approx([1.0, 8.0])
-    assert _shared([0.0, 0.0, 0.0], [1.0, 1.0, 4.0], 2) == pytest.approx([1.5, 1.5, 4.5])
+    assert share_cores([0.0, 0.0], [1.0, 3.0], None) == [1.0, 3.0]
+    assert share_cores([0.0, 0.0], [1.0, 3.0], 1) == pytest.approx([2.0, 4.0])
+    assert share_cores([0.0, 5.0], [1.0, 3.0], 1) == pytest.approx([1.0, 8.0])
+    assert share_cores([0.0, 0.0, 0.0], [1.0, 1.0, 4.0], 2) == pytest.approx([1.5, 1.5, 4.5])
     crowded = simulate(plan_of("replicated", 4), cluster(ranks_per_host=4, slots=2), WORK, Kind())
     alone = simulate(plan_of("replicated", 4), cluster(ranks_per_host=4), WORK, Kind())
     assert crowded.seconds == pytest.approx(2 * alone.seconds)

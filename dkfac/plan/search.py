@@ -9,7 +9,8 @@ from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan, num_bytes
 from dkfac.plan.program import Program, expand
-from dkfac.plan.simulate import Kind, Work, simulate
+from dkfac.plan.sharing import per_rank
+from dkfac.plan.simulate import Work, kinds_of, simulate
 from dkfac.plan.spec import LayerSpec
 from dkfac.plan.strategies import FULL_STATISTICS
 from dkfac.plan.timeline import Timeline
@@ -53,13 +54,9 @@ class Found:
 def predict(plan: Plan, choices: Choices, overlap: bool, cluster: Cluster, work: Work, *, keep: int = 1) -> Found:
     """Return what a plan costs."""
     program = expand(plan)
-    measured = choices.inverse_interval // choices.factor_interval
-    kinds = [("refresh", 1, Kind(True, True, overlap)), ("measure", measured - 1, Kind(True, False, overlap))]
-    kinds.append(("ordinary", choices.inverse_interval - measured, Kind(False, False, overlap)))
+    kinds = kinds_of(choices.factor_interval, choices.inverse_interval, overlap=overlap)
     steps = tuple(
-        (name, count, simulate(plan, cluster, work, kind, program=program, keep=keep))
-        for name, count, kind in kinds
-        if count > 0
+        (name, count, simulate(plan, cluster, work, kind, program=program, keep=keep)) for name, count, kind in kinds
     )
     seconds = sum(count * timeline.seconds for _, count, timeline in steps) / choices.inverse_interval
     return Found(plan, choices, overlap, seconds, most_memory(plan), step_bytes(program, choices, plan), steps)
@@ -125,12 +122,6 @@ def step_bytes(program: Program, choices: Choices, plan: Plan) -> float:
 
 def most_memory(plan: Plan) -> int:
     """Return the bytes of factors and decompositions on the rank that holds most."""
-    held, common = [0] * plan.world_size, 0
-    for layer, placement in zip(plan.layers, plan.placements, strict=True):
-        for ranks, size in plan.parts(layer, placement):
-            if len(ranks) == plan.world_size:
-                common += size
-            else:
-                for rank in ranks:
-                    held[rank] += size
-    return max(held) + common
+    both = zip(plan.layers, plan.placements, strict=True)
+    parts = (part for layer, placement in both for part in plan.parts(layer, placement))
+    return int(max(per_rank(parts, plan.world_size)))

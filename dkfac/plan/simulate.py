@@ -7,13 +7,13 @@ decompositions, their shares, the preconditioning and its shares. All ranks have
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dkfac.plan.cluster import Cluster
-from dkfac.plan.plan import Plan, num_bytes
+from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.program import Program, Transfer, expand
+from dkfac.plan.sharing import Job, per_rank, share_cores, share_network
 from dkfac.plan.spec import LayerSpec
 from dkfac.plan.timeline import Span, Stream, Timeline
 
@@ -31,8 +31,6 @@ class Work:
     factors: Mapping[tuple[str, str], float]
     """Of measuring each factor, as ``(layer, key)``."""
     optimizer: float = 0.0
-    other_parameters: int = 0
-    """Elements of gradients of no layer's, which are reduced too."""
     reduces_gradients: bool = True
     """Whether the gradients are averaged over the ranks in the backward pass."""
 
@@ -71,34 +69,35 @@ def simulate(plan: Plan, cluster: Cluster, work: Work, kind: Kind, *, program: P
         _transfer_all(program.stage("header"), cluster, clock)
         _work([_packing(plan, cluster)] * world, "pack", cluster, clock)
         _transfer_all(waiting, cluster, clock)
-        _work(_averaging(plan, cluster), "average", cluster, clock)
+        _work(per_rank(_averaging(plan, cluster), world), "average", cluster, clock)
     if kind.decomposes:
         _transfer_all(program.stage("means"), cluster, clock)
-        _work(_decompositions(plan, cluster), "decompose", cluster, clock)
+        _work(per_rank(_decompositions(plan, cluster), world), "decompose", cluster, clock)
         _transfer_all(program.stage("status"), cluster, clock)
         _transfer_all(program.stage("decompositions"), cluster, clock)
-    _work(_preconditioning(plan, cluster), "precondition", cluster, clock)
+    _work(per_rank(_preconditioning(plan, cluster), world), "precondition", cluster, clock)
     _transfer_all(program.stage("norms", "gradients", "weights"), cluster, clock)
     if work.optimizer:
         _work([work.optimizer] * world, "optimizer", cluster, clock)
     return Timeline(tuple(clock.spans), max(clock.now))
 
 
-def average_seconds(plan: Plan, cluster: Cluster, work: Work, *, factor_interval: int, inverse_interval: int,
-                    overlap: bool = False, keep: int = 0) -> float:  # fmt: skip
-    """Return the mean time of a step over a whole interval."""
-    program = expand(plan)
-
-    def seconds(measures: bool, decomposes: bool) -> float:
-        kind = Kind(measures, decomposes, overlap)
-        return simulate(plan, cluster, work, kind, program=program, keep=keep).seconds
-
+def kinds_of(factor_interval: int, inverse_interval: int, *, overlap: bool = False) -> list[tuple[str, int, Kind]]:
+    """Return the kinds of steps of an interval: their name and how many there are."""
     measured = inverse_interval // factor_interval
-    total = seconds(True, True)
-    if measured > 1:
-        total += (measured - 1) * seconds(True, False)
-    if factor_interval > 1:
-        total += (inverse_interval - measured) * seconds(False, False)
+    kinds = [
+        ("refresh", 1, Kind(True, True, overlap)),
+        ("measure", measured - 1, Kind(True, False, overlap)),
+        ("ordinary", inverse_interval - measured, Kind(False, False, overlap)),
+    ]
+    return [(name, count, kind) for name, count, kind in kinds if count]
+
+
+def average_seconds(plan: Plan, cluster: Cluster, work: Work, *, factor_interval: int, inverse_interval: int) -> float:
+    """Return the mean time of a step over a whole interval."""
+    program, total = expand(plan), 0.0
+    for _, count, kind in kinds_of(factor_interval, inverse_interval):
+        total += count * simulate(plan, cluster, work, kind, program=program, keep=0).seconds
     return total / inverse_interval
 
 
@@ -118,19 +117,6 @@ def ready_times(layers: Sequence[LayerSpec], names: Sequence[tuple[str, str]], w
 
 
 # --- forward and backward, which are the same on all ranks ---------------------------------------------------
-
-
-@dataclass(slots=True)
-class Job:
-    """A transfer beside the passes."""
-
-    stage: str
-    name: str
-    ready: float
-    seconds: float
-    """Alone on the network."""
-    queue: int
-    """Jobs of one queue follow each other; queues share the network."""
 
 
 def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Program, clock: Clock) -> list[Transfer]:
@@ -162,7 +148,6 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
             if (layer.name, factor.key) not in ready:
                 do("measure", f"{layer.name} {factor.key}", work.factors[layer.name, factor.key])
                 ready[layer.name, factor.key] = now
-    filled += 4 * work.other_parameters
     if filled and world > 1 and work.reduces_gradients:
         jobs.append(_gradients(cluster, world, filled, now))
     waiting = [t for t in program.stage("factors") if kind.measures]
@@ -173,7 +158,7 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
             jobs.append(Job("factors", f"bucket {transfer.bucket} {transfer.how}", when, seconds, 1))
         waiting = []
     end = last = now
-    for begin, done, job in _share_network(jobs, turn, end, cluster.hidden):
+    for begin, done, job in share_network(jobs, turn, end, cluster.hidden):
         begin = max(begin, done - job.seconds)  # beside work, or another transfer, it takes longer than it moves data
         clock.note(everyone, "network", job.stage, job.name, begin, done)
         last = max(last, done)
@@ -184,38 +169,6 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
 def _gradients(cluster: Cluster, world: int, num_bytes: float, now: float) -> Job:
     one_host = world <= cluster.ranks_per_host
     return Job("gradients", "bucket", now, cluster.seconds("all-reduce", world, num_bytes, one_host=one_host), 0)
-
-
-def _share_network(
-    jobs: list[Job], turn: float, end: float, hidden: tuple[float, float]
-) -> list[tuple[float, float, Job]]:
-    """Return when each job begins and is done: one of each queue at a time, which share the network.
-
-    ``turn`` and ``end``: of forward and of backward, beside which transfers have the speed ``hidden``.
-    """
-    queues = [[job for job in jobs if job.queue == number] for number in sorted({job.queue for job in jobs})]
-    left = [[job.seconds for job in queue] for queue in queues]
-    place, begun = [0] * len(queues), [math.nan] * len(queues)
-    found: list[tuple[float, float, Job]] = []
-    now = 0.0
-    while any(place[q] < len(queue) for q, queue in enumerate(queues)):
-        heads = [q for q, queue in enumerate(queues) if place[q] < len(queue)]
-        active = [q for q in heads if queues[q][place[q]].ready <= now]
-        upcoming = [queues[q][place[q]].ready for q in heads if q not in active]
-        upcoming += [moment for moment in (turn, end) if moment > now]
-        speed = hidden[0] if now < turn else hidden[1] if now < end else 1.0
-        rate = speed / len(active) if active else 0.0
-        for q in active:
-            begun[q] = now if math.isnan(begun[q]) else begun[q]
-        until = {q: now + left[q][place[q]] / rate if rate > 0 else math.inf for q in active}
-        later = min([*until.values(), *upcoming])
-        for q in active:
-            left[q][place[q]] -= rate * (later - now)
-            if until[q] <= later:
-                found.append((begun[q], later, queues[q][place[q]]))
-                place[q], begun[q] = place[q] + 1, math.nan
-        now = later
-    return found
 
 
 # --- the stages after them -------------------------------------------------------------------------------------
@@ -233,45 +186,19 @@ def _work(seconds: list[float], stage: str, cluster: Cluster, clock: Clock) -> N
     for first in range(0, len(seconds), size):
         ranks = range(first, min(first + size, len(seconds)))
         starts = [clock.now[rank] for rank in ranks]
-        for rank, end in zip(ranks, _shared(starts, [seconds[rank] for rank in ranks], cluster.slots), strict=True):
+        for rank, end in zip(ranks, share_cores(starts, [seconds[rank] for rank in ranks], cluster.slots), strict=True):
             clock.note([rank], "compute", stage, "", clock.now[rank], end)
             clock.now[rank] = end
 
 
-def _shared(starts: list[float], seconds: list[float], slots: float | None) -> list[float]:
-    """Return when each is done, if ``slots`` of them have full speed together and more share it equally."""
-    if slots is None or len(starts) <= slots:
-        return [start + value for start, value in zip(starts, seconds, strict=True)]
-    left, ends, now = list(seconds), list(starts), min(starts)
-    while any(value > 0 for value in left):
-        active = [i for i, value in enumerate(left) if value > 0 and starts[i] <= now]
-        coming = [starts[i] for i, value in enumerate(left) if value > 0 and starts[i] > now]
-        if not active:
-            now = min(coming)
-            continue
-        rate = min(1.0, slots / len(active))
-        until = {i: now + left[i] / rate for i in active}
-        later = min([*until.values(), *coming])
-        for i in active:
-            left[i] -= rate * (later - now)
-            if until[i] <= later:
-                left[i], ends[i] = 0.0, later
-        now = later
-    return ends
+Shares = Iterator[tuple[Ranks, float]]
+"""Sets of ranks, and the seconds that each of them works."""
 
 
-def _decompositions(plan: Plan, cluster: Cluster) -> list[float]:
-    """Return each rank's seconds of decomposing."""
-    seconds, common = [0.0] * plan.world_size, 0.0
+def _decompositions(plan: Plan, cluster: Cluster) -> Shares:
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
-            cost = cluster.costs.decompose(factor, plan.solver)
-            if len(by) == plan.world_size:
-                common += cost
-            else:
-                for rank in by:
-                    seconds[rank] += cost
-    return [value + common for value in seconds]
+            yield by, cluster.costs.decompose(factor, plan.solver)
 
 
 def _packing(plan: Plan, cluster: Cluster) -> float:
@@ -283,32 +210,17 @@ def _packing(plan: Plan, cluster: Cluster) -> float:
     return sum(cluster.costs.work("pack", factor.packed_elements) for factor in travels)
 
 
-def _averaging(plan: Plan, cluster: Cluster) -> list[float]:
-    """Return each rank's seconds of absorbing factors into running ones, if that was measured."""
-    seconds, common = [0.0] * plan.world_size, 0.0
-    if "average" not in cluster.costs.curves:
-        return seconds
+def _averaging(plan: Plan, cluster: Cluster) -> Shares:
+    """Yield the absorbing of factors into running ones, if that was measured."""
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         for factor, held in zip(layer.factors, placement.factors, strict=True):
-            cost = cluster.costs.work("average", factor.num_elements)
-            if len(held) == plan.world_size:
-                common += cost
-            else:
-                for rank in held:
-                    seconds[rank] += cost
-    return [value + common for value in seconds]
+            if "average" in cluster.costs.curves:
+                yield held, cluster.costs.work("average", factor.num_elements)
 
 
-def _preconditioning(plan: Plan, cluster: Cluster) -> list[float]:
-    seconds, common = [0.0] * plan.world_size, 0.0
+def _preconditioning(plan: Plan, cluster: Cluster) -> Shares:
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
-        cost = cluster.costs.precondition(layer, plan.solver)
-        if len(placement.preconditioned_by) == plan.world_size:
-            common += cost
-        else:
-            for rank in placement.preconditioned_by:
-                seconds[rank] += cost
-    return [value + common for value in seconds]
+        yield placement.preconditioned_by, cluster.costs.precondition(layer, plan.solver)
 
 
 def _transfer_all(transfers: Iterable[Transfer], cluster: Cluster, clock: Clock) -> None:
