@@ -16,9 +16,12 @@ from dkfac.comm import agree, groups
 from dkfac.exchange import Exchange
 from dkfac.layers.find import Left
 from dkfac.layers.layer import Layer
+from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
+from dkfac.plan.preset import load
 from dkfac.plan.program import expand
+from dkfac.plan.search import choose
 from dkfac.plan.spec import LayerSpec
 from dkfac.settings import SCHEDULES, Settings
 
@@ -96,6 +99,7 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> tupl
         factor_interval=settings.factor_interval,
         inverse_interval=settings.inverse_interval,
     )
+    cluster = None if settings.cluster is None else load(settings.cluster)
     if world_size == 1:
         return make_plan(specs, 1, choices), None
     if settings.spread_refresh > 1 or settings.cuda_graph:
@@ -107,20 +111,29 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> tupl
     device = layers[0].weight.device
     own = groups.Groups(process_group)
     try:
-        return _agree(specs, settings, choices, own, device)
+        return _agree(specs, settings, choices, own, device, cluster)
     except Exception:
         own.close()
         raise
 
 
 def _agree(
-    specs: list[LayerSpec], settings: Settings, choices: Choices, own: groups.Groups, device: torch.device
+    specs: list[LayerSpec],
+    settings: Settings,
+    choices: Choices,
+    own: groups.Groups,
+    device: torch.device,
+    cluster: Cluster | None,
 ) -> tuple[Plan, Exchange]:
     schedules = {name: settings.at(name, 0) for name in SCHEDULES}
     said = {name: value for name, value in settings.describe().items() if name != "announce"}
     description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs]}
     agree.check_same(own, description, device)
-    plan = make_plan(specs, own.world_size, choices)
+    if cluster is None:
+        plan = make_plan(specs, own.world_size, choices)
+    else:
+        plan = choose(specs, own.world_size, cluster, choices, overlap=settings.overlap)
+    plan = replace(plan, whole=settings.split_warmup > 0)
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return plan, Exchange(plan, expand(plan), own, device)
 

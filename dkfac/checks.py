@@ -77,6 +77,12 @@ def _check_distribution(settings: Settings) -> None:
             'wire_form="rows" sends the rows of the training backward: it goes with weight_sharing="expand" and '
             'fisher="empirical"'
         )
+    if settings.cluster is not None and not isinstance(settings.cluster, str):
+        raise bad("cluster", settings.cluster, "the name of a file of `dkfac measure`, or of a preset", "")
+    if settings.cluster is not None and settings.strategy != "auto":
+        raise ValueError(
+            f'cluster={settings.cluster!r} is what strategy="auto" chooses by; strategy is {settings.strategy!r}'
+        )
     fraction: Any = settings.worker_fraction
     if fraction is None:
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dkfac import reduce
 from dkfac.exchange import Exchange
+from dkfac.plan.plan import Plan
 from dkfac.plan.program import expand
 
 if TYPE_CHECKING:
@@ -39,7 +40,16 @@ def choose_rows(runner: Runner, exchange: Exchange) -> None:
         if min(numbers) >= 0 and layer.kind in ("linear", "conv1d-transposed"):
             wanted += reduce.worth_as_rows(layer.spec, runner.placements[layer.name], int(max(numbers)))
     if tuple(wanted) != runner.plan.rows:
-        runner.plan = replace(runner.plan, rows=tuple(wanted))
-        runner.exchange = Exchange(runner.plan, expand(runner.plan), exchange.groups, exchange.device)
+        _change(runner, exchange, replace(runner.plan, rows=tuple(wanted)))
         runner.tape.as_rows = {(name, key) for name, key, _ in wanted}
-        runner.set_overlap()
+
+
+def end_warmup(runner: Runner, exchange: Exchange) -> None:
+    """Let decompositions travel in pieces from the step on in which they are."""
+    if runner.plan.whole and runner.step >= runner.settings.split_warmup:
+        _change(runner, exchange, replace(runner.plan, whole=False))
+
+
+def _change(runner: Runner, exchange: Exchange, plan: Plan) -> None:
+    runner.plan, runner.exchange = plan, Exchange(plan, expand(plan), exchange.groups, exchange.device)
+    runner.set_overlap()

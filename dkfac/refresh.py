@@ -20,17 +20,19 @@ MORE_DAMPING = (10.0, 1e3, 1e5)
 
 
 def refresh(
-    factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor
+    factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor, pieces: tuple[int, ...] = ()
 ) -> tuple[Decomposition | None, Rung]:
     """Return the decomposition to use from now on and the rung that produced it.
 
-    ``shift``: this factor's share of the damping, ``[B]``; used where the factor is inverted directly.
+    ``shift``: this factor's share of the damping, ``[B]``; used where the factor is inverted directly. ``pieces``:
+    sizes of the diagonal blocks to decompose instead of the whole.
     """
     last: Rung = "raw" if old is None else "kept"
     if not bool(torch.isfinite(factor).all()):
         return old, last
     for dtype, rung in ((factor.dtype, "ok"), (torch.float64, "float64")):
-        found = _attempt(factor.to(dtype), old if dtype == factor.dtype else None, solver, shift.to(dtype))
+        start = old if dtype == factor.dtype else None
+        found = _attempt_pieces(factor.to(dtype), start, solver, shift.to(dtype), pieces)
         if found is not None:
             found = _cast(found, factor.dtype)
             if decompose.is_finite(found):
@@ -39,12 +41,30 @@ def refresh(
     floor = scale * torch.finfo(torch.float32).eps + torch.finfo(torch.float32).tiny
     for more in MORE_DAMPING:
         damped = torch.maximum(shift.to(torch.float64), floor) * more
-        found = _attempt(factor.to(torch.float64), None, "cholesky", damped)
+        found = _attempt_pieces(factor.to(torch.float64), None, "cholesky", damped, pieces)
         if found is not None:
             found = _cast(found, factor.dtype)
             if decompose.is_finite(found):
                 return found, "cholesky"
     return old, last
+
+
+def _attempt_pieces(
+    factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor, pieces: tuple[int, ...]
+) -> Decomposition | None:
+    """Return the decomposition of a factor's diagonal blocks as one of the whole."""
+    if len(pieces) < 2 or factor.ndim == 2:
+        return _attempt(factor, old, solver, shift)
+    if solver == "warm-eigen" and old is not None and not decompose.is_in_pieces(old, pieces):
+        old = None
+    parts = []
+    for here in decompose.places(pieces):
+        start = None if old is None else decompose.piece(old, here)
+        part = _attempt(factor[:, here, here], start, solver, shift)
+        if part is None:
+            return None
+        parts.append(part)
+    return decompose.join(parts)
 
 
 def _attempt(factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor) -> Decomposition | None:

@@ -62,7 +62,7 @@ def _cost(stack: Stack) -> tuple[float, float]:
     """Return about how many milliseconds it takes on a GPU to begin with a stack, and for each of its layers."""
     dense = [factor for factor in stack.layers[0].spec.factors if factor.form == "dense"]
     begin = sum(0.4 * math.ceil(factor.dim / decompose.LEAF) for factor in dense)
-    return 0.05 + begin, sum(8e-11 * factor.num_blocks * factor.dim**3 for factor in dense) + 1e-3
+    return 0.05 + begin, sum(8e-11 * f.num_blocks * width**3 for f in dense for width in f.widths) + 1e-3
 
 
 class Renewal:
@@ -229,6 +229,9 @@ def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings
         return False
     if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
         return False
+    is_split = any(factor.pieces > 1 for factor in stack.layers[0].spec.factors)
+    if is_split and any(states[layer.name].decomposed_at < settings.split_warmup for layer in stack.layers):
+        return False  # what is there may be whole
     found = stack.decompositions(states)
     form = Inverse if settings.solver == "cholesky" else Eigen
     return found is not None and all(isinstance(d, form) for d in found.values())
@@ -260,7 +263,9 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
     rotations: dict[str, Tensor] = {}
     for key, factor in factors.items():
         old = _part(joined[key], here, factor.shape)
-        new, sound = _decompose(factor, old, shifts[key])
+        new, sound = _decompose_pieces(
+            factor, old, shifts[key], stages.pieces(stack.layers[0], key, settings, runner.step)
+        )
         for name, target in old.tensors().items():
             chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name].to(target.dtype), target)
             if name == "vectors" and runner.is_adam:
@@ -292,6 +297,16 @@ def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decompositio
     size = slice(shape[-1])
     parts = {name: t[(here, *[size] * (t.ndim - 1))] for name, t in joined.tensors().items()}
     return decompose.from_tensors(parts)
+
+
+def _decompose_pieces(
+    factor: Tensor, old: Decomposition, shift: Tensor, pieces: tuple[int, ...]
+) -> tuple[Decomposition, Tensor]:
+    """Return ``_decompose`` of a factor's diagonal blocks as one of the whole."""
+    if len(pieces) < 2:
+        return _decompose(factor, old, shift)
+    each = [_decompose(factor[:, here, here], decompose.piece(old, here), shift) for here in decompose.places(pieces)]
+    return decompose.join([part for part, _ in each]), torch.stack([good for _, good in each]).all(0)
 
 
 def _decompose(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:

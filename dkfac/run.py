@@ -273,6 +273,8 @@ class Runner:
             due = self.renewal.run(self, new)
         if not due and not (self.measuring and new):
             return
+        if self.exchange is not None:
+            conclude.end_warmup(self, self.exchange)
         measured = shares.agree_on_means(self, due | new)
         if self.exchange is not None and self.measuring:
             conclude.look_at_calls(self)

@@ -123,6 +123,13 @@ class Settings:
     max_dim: int = 8192
     """A factor larger than this is not formed: the layer is left to the optimizer and named."""
 
+    split_dim: int | None = None
+    """A factor larger than this is decomposed as diagonal blocks, equal and none larger; what is between them is left
+    out. Time falls with the square of their number. An approximation: it changes results."""
+
+    split_warmup: int = 0
+    """Steps in which no factor is split."""
+
     skip: tuple[str, ...] = ()
     """Layers left to the optimizer: names, or patterns with ``*`` and ``?``."""
 
@@ -135,6 +142,10 @@ class Settings:
     strategy: Strategy = "auto"
     """Who holds, decomposes and preconditions what under torch.distributed. Results do not depend on it, except that
     under ``"local"`` a layer's owner measures on its own batches alone."""
+
+    cluster: str | None = None
+    """``strategy="auto"``: what links and work cost, as a file of ``dkfac measure`` or a preset's name; None: guesses,
+    and fewer strategies to choose from."""
 
     worker_fraction: float | None = None
     """``strategy="hybrid-opt"``: the share of the ranks that hold a layer's decompositions; None: half."""
@@ -187,6 +198,8 @@ class Settings:
                 raise bad(name, value, f"{bound}, or a function of the step", consequence)
         for name, least, consequence in _INTEGERS:
             value = getattr(self, name)
+            if value is None and name == "split_dim":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise bad(name, value, f"an integer >= {least}", consequence)
         check_rhythm(self)
@@ -287,6 +300,8 @@ _INTEGERS: tuple[tuple[str, int, str], ...] = (
     ("inverse_interval", 1, "it counts optimizer steps"),
     ("batch_dim", 0, "it is a dimension of the model's first input, counted from the front"),
     ("max_dim", 1, "no factor could be formed"),
+    ("split_dim", 1, "it is the size of a matrix; None leaves factors whole"),
+    ("split_warmup", 0, "it counts steps"),
     ("spread_refresh", 1, "it counts steps"),
     ("max_failures", 1, "it counts failed decompositions in a row"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from dkfac import stages
 from dkfac.exchange import Exchange, unpack_factor, vector
 from dkfac.layers.layer import Layer
-from dkfac.ops.decompose import Decomposition, Eigen, Inverse
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, join, piece, places
 from dkfac.ops.pack import pack_triangle
 from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
@@ -130,24 +131,33 @@ def share_decompositions(
         decomposition = own.get(part.layer, {}).get(part.key)
         if decomposition is None or rungs[part.layer][part.key] in ("kept", "raw"):
             return None
-        return pack_decomposition(decomposition, solver)
+        pieces = stages.pieces(by_name[part.layer], part.key, runner.settings, runner.step)
+        return pack_decomposition(decomposition, solver, pieces)
 
-    received = exchange.share("decompositions", value)
     by_name = {layer.name: layer for layer in due}
+    received = exchange.share("decompositions", value)
     for (name, key), flat in received.items():
         if name not in by_name or rungs[name][key] in ("kept", "raw"):
             continue
         layer = by_name[name]
         is_inverse = solver == "cholesky" or rungs[name][key] == "cholesky"
         factor = layer.spec.factor(key)
-        flat = flat.to(layer.weight.device)
-        own[name][key] = unpack_decomposition(flat, factor, is_inverse=is_inverse, packed=solver == "cholesky")
+        own[name][key] = unpack_decomposition(
+            flat.to(layer.weight.device),
+            factor,
+            stages.pieces(layer, key, runner.settings, runner.step),
+            is_inverse=is_inverse,
+            packed=solver == "cholesky",
+        )
     return own
 
 
-def pack_decomposition(decomposition: Decomposition, solver: str) -> Tensor:
+def pack_decomposition(decomposition: Decomposition, solver: str, pieces: tuple[int, ...] = ()) -> Tensor:
     """Return it flat: the triangle of an inverse, or vectors and values. An inverse among eigenbases (a fallback) takes
-    the place of the vectors."""
+    the place of the vectors. ``pieces``: sizes of diagonal blocks, which are all there is."""
+    if len(pieces) > 1:
+        cut = [piece(decomposition, here) for here in places(pieces)]
+        return torch.cat([pack_decomposition(part, solver) for part in cut])
     match decomposition:
         case Inverse(matrix):
             if matrix.ndim == 2:
@@ -159,7 +169,14 @@ def pack_decomposition(decomposition: Decomposition, solver: str) -> Tensor:
             return values.reshape(-1) if vectors is None else torch.cat([vectors.reshape(-1), values.reshape(-1)])
 
 
-def unpack_decomposition(flat: Tensor, factor: FactorSpec, *, is_inverse: bool, packed: bool) -> Decomposition:
+def unpack_decomposition(
+    flat: Tensor, factor: FactorSpec, pieces: tuple[int, ...] = (), *, is_inverse: bool, packed: bool
+) -> Decomposition:
+    if len(pieces) > 1:
+        each = [replace(factor, dim=width, pieces=1) for width in pieces]
+        flats = torch.split(flat, [one.wire_elements("cholesky" if packed else "eigen") for one in each])
+        both = zip(flats, each, strict=True)
+        return join([unpack_decomposition(part, one, is_inverse=is_inverse, packed=packed) for part, one in both])
     if is_inverse and (packed or factor.form == "diagonal"):
         return Inverse(unpack_factor(flat, factor))
     if factor.form == "diagonal":

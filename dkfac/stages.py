@@ -111,8 +111,16 @@ def decompose(
     found = {}
     for key in keys:
         factor = silence_bias(layer, key, state.running[key].mean())
-        found[key] = refresh(factor, state.decompositions.get(key), settings.solver, shifts[key])
+        found[key] = refresh(
+            factor, state.decompositions.get(key), settings.solver, shifts[key], pieces(layer, key, settings, step)
+        )
     return found
+
+
+def pieces(layer: Layer, key: str, settings: Settings, step: int) -> tuple[int, ...]:
+    """Return the sizes of the diagonal blocks that a factor is decomposed in at a step."""
+    factor = layer.spec.factor(key)
+    return factor.widths if step >= settings.split_warmup else (factor.dim,)
 
 
 def adopt(

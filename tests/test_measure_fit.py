@@ -57,3 +57,20 @@ def test_a_curve_of_no_known_form_is_refused():
     with pytest.raises(ValueError, match="'polynomial', 'power' or 'exponential'"):
         Curve("spline", (1.0,))(3)
     assert math.isfinite(Curve("power", (0.0, 1.0, 0.5))(4.0))
+
+
+def test_a_curve_goes_through_what_was_measured_and_on_by_its_form():
+    points = [(10.0, 1.0), (100.0, 1.5), (1000.0, 9.0), (10000.0, 60.0)]
+    found = fit(points, degree=1)
+    for size, seconds in points:
+        assert found(size) == pytest.approx(seconds)
+    assert 1.5 < found(300.0) < 9.0
+    assert found(20000.0) == pytest.approx(60.0 * found.form_at(20000.0) / found.form_at(10000.0))
+
+
+def test_what_is_counted_in_operations_grows_no_faster_than_they_do():
+    """Launches and caches bend measured points; a fitted cube or exponential would be absurd far from them."""
+    points = [(1e6, 1e-4), (1e8, 1.1e-4), (1e9, 2e-4), (3e9, 1.2e-3), (1e10, 9e-3)]
+    found = fit(points, degree=1)
+    assert found.form in ("polynomial", "power")
+    assert found(1e13) <= 1001 * found(1e10)

@@ -7,9 +7,14 @@ import sys
 import time
 
 import pytest
+import torch
+from helpers_parity import EXACT, SGD, average_in_one, batch, build, mean_loss, part, weights_of
+from helpers_ranks import on_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dkfac import KFAC
+from dkfac.plan import preset
 from dkfac.plan.cluster import Cluster, Line
 from dkfac.plan.costs import Costs
 from dkfac.plan.make import Choices, make_plan
@@ -164,3 +169,51 @@ def test_the_published_cluster_is_predicted_from_what_was_fitted_on_another_mode
             assert mine == pytest.approx(theirs, rel=0.25), algorithm
         totals.append(found[3])
     assert totals == sorted(totals, reverse=True), "D-KFAC, MPD-KFAC, SPD-KFAC"
+
+
+def test_auto_chooses_by_a_cluster_file_and_the_weights_are_the_same(tmp_path):
+    slow, fast = tmp_path / "slow.json", tmp_path / "fast.json"
+    for path, byte_seconds in ((slow, 1e-6), (fast, 1e-15)):
+        lines = {how: {4: Line(1e-9, byte_seconds)} for how in ("all-reduce", "all-gather", "all-to-all")}
+        lines["reduce-scatter"] = lines["all-gather"]
+        path.write_text(Cluster("c", Costs(), between=lines).to_json())
+
+    def run(rank, cluster):
+        model = build("small")
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        kfac = KFAC(model, optimizer, **(EXACT | {"cluster": str(cluster), "inverse_interval": 2}))
+        for step in range(4):
+            x, y = (part(t, rank, 4) for t in batch(step, "small"))
+            optimizer.zero_grad()
+            mean_loss(model(x), y).backward()
+            average_in_one(model)
+            optimizer.step()
+        return weights_of(model), kfac.plan.fingerprint(), kfac.plan.strategy
+
+    found = {path: on_threads(4, run, path) for path in (slow, fast)}
+    for results in found.values():
+        assert len({fingerprint for _, fingerprint, _ in results}) == 1
+    (weights, _, of_slow), (others, _, of_fast) = found[slow][0], found[fast][0]
+    assert of_slow != of_fast
+    for p, q in zip(weights, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+
+
+def test_a_cluster_file_that_is_not_there_is_refused_before_anything_is_hooked():
+    model = build("small")
+    with pytest.raises(ValueError, match=r"cluster 'nowhere\.json': no such file of `dkfac measure`.*spd-kfac-64"):
+        KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), cluster="nowhere.json")
+    assert not model[0]._forward_hooks
+
+
+def test_splitting_is_offered_and_wins_where_one_factor_bounds_every_placement():
+    shapes = list(MODELS["resnet50"]())
+    layers = [shape.spec for shape in shapes]
+    cluster = preset.load("spd-kfac-64")
+    work = work_of(shapes, 32, cluster.costs)
+    choices = Choices(solver="cholesky", factor_interval=1, inverse_interval=1)
+    found = search(layers, 64, cluster, work, choices, split_dims=(None, 2304))
+    assert found[0].choices.split_dim == 2304
+    assert "split at 2304" in found[0].name
+    whole = next(one for one in found if one.choices.split_dim is None)
+    assert whole.seconds > found[0].seconds

@@ -50,6 +50,9 @@ NUMBERS = {
     "inverse_interval": (">= 1", [0, -10, 100.0, "100", None, False]),
     "batch_dim": (">= 0", [-1, 0.0, "0", None, True]),
     "max_dim": (">= 1", [0, -5, 8192.0, None, "big", True]),
+    "split_dim": (">= 1", [0, -5, 2048.0, "big", True]),
+    "split_warmup": (">= 0", [-1, 0.5, None, "long", True]),
+    "cluster": ("dkfac measure", [3, True, ["cluster.json"]]),
     "max_failures": (">= 1", [0, -1, 1.5, None, True]),
     "spread_refresh": (">= 1", [0, -1, 2.5, None, True]),
     "statistics_fraction": ("> 0 and <= 1", [0, -0.5, 1.5, None, True, "half"]),
@@ -81,6 +84,7 @@ TOGETHER = [
     ({"worker_fraction": 0.5, "strategy": "comm-opt"}, ["worker_fraction", "0.5", "hybrid-opt", "'comm-opt'"]),
     ({"worker_fraction": 0.5, "strategy": "hybrid-opt"}, ["worker_fraction", "0.5", "1 ranks", "[1]"]),
     ({"overlap": True, "wire_dtype": "float16"}, ["overlap", "float16", "bfloat16"]),
+    ({"cluster": "spd-kfac-64", "strategy": "sharded"}, ["cluster", "auto", "'sharded'"]),
 ]
 
 

@@ -19,6 +19,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
     parser.add_argument("--ranks-per-host", type=int, help="by default what torchrun says")
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="in which the model will train")
     parser.add_argument("--largest", type=int, help="dimension of a factor that is still measured")
     parser.set_defaults(run=run)
 
@@ -40,6 +41,7 @@ def run(given: argparse.Namespace) -> int:
     device = place.device if name == "cuda" else torch.device("cpu")
     try:
         options = {"ranks_per_host": given.ranks_per_host, "largest": given.largest}
+        options["autocast"] = None if given.autocast is None else getattr(torch, given.autocast)
         found = measure(device, say=lambda text: print(text, file=sys.stderr), **options)
         if place.rank == 0:
             given.out.write_text(found.to_json() + "\n")

@@ -36,6 +36,13 @@ def add_to(commands: Any) -> None:
     add("--inverse-interval", type=int, default=100)
     add("--solver", default="eigen", choices=get_args(Solver))
     add("--wire-dtype", choices=get_args(WireDtype), help="try this precision of what travels too")
+    add(
+        "--split-dim",
+        type=int,
+        action="append",
+        default=[],
+        help="try factors in pieces of at most this size too; an approximation; may be given several times",
+    )
     add("--top", type=int, default=12, help="how many to show")
     add("--trace", type=Path, help="write the best plan's refreshing step for Perfetto")
     add("--gantt", type=Path, help="draw it, as .png or .svg")
@@ -52,7 +59,18 @@ def run(given: argparse.Namespace) -> int:
     wires = (None,) if given.wire_dtype is None else (None, given.wire_dtype)
     layers, work = [shape.spec for shape in shapes], work_of(shapes, batch, cluster.costs)
     budget = None if given.memory is None else num_bytes(given.memory)
-    found = search(layers, given.ranks, cluster, work, choices, memory_bytes=budget, wire_dtypes=wires)
+    if any(dim < 1 for dim in given.split_dim):
+        raise ValueError(f"--split-dim {min(given.split_dim)} is not the size of a matrix, 1 or more")
+    found = search(
+        layers,
+        given.ranks,
+        cluster,
+        work,
+        choices,
+        memory_bytes=budget,
+        wire_dtypes=wires,
+        split_dims=(None, *given.split_dim),
+    )
     print(table(found[: given.top], given, cluster, batch))
     print(advice(found, cluster, given.ranks))
     timeline = found[0].steps[0][2]
@@ -68,15 +86,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def read_cluster(given: argparse.Namespace) -> Cluster:
-    if given.cluster == "guessed":
-        cluster = Cluster("guessed")
-    elif given.cluster in PRESETS:
-        cluster = load(given.cluster)
-    else:
-        path = Path(given.cluster)
-        if not path.is_file():
-            raise ValueError(f"--cluster {given.cluster}: no such file, and not one of {', '.join(PRESETS)}, guessed")
-        cluster = Cluster.from_json(path.read_text(), given.cluster)
+    cluster = Cluster("guessed") if given.cluster == "guessed" else load(given.cluster)
     return cluster if given.gpus_per_node is None else cluster.with_hosts_of(given.gpus_per_node)
 
 
@@ -118,16 +128,17 @@ def num_bytes(text: str) -> int:
 
 
 def table(found: list[Found], given: argparse.Namespace, cluster: Cluster, batch: int) -> str:
+    width = max(len(one.name) for one in found)
     hosts = f"{min(given.ranks, cluster.ranks_per_host)} to a host"
     lines = [
         f"{given.model} on {given.ranks} ranks ({hosts}), {batch} examples each, cluster {cluster.name}, "
         f"{given.solver}, factors every {given.factor_interval}, inverses every {given.inverse_interval} steps",
-        f"{'':38} {'ms a step':>10} {'exposed':>9} {'hidden':>9} {'GB a rank':>10} {'MB a step':>10}",
+        f"{'':{width + 4}} {'ms a step':>10} {'exposed':>9} {'hidden':>9} {'GB a rank':>10} {'MB a step':>10}",
     ]
     for number, one in enumerate(found, 1):
         hidden, exposed = one.network()
         lines.append(
-            f"{number:3} {one.name:34} {1e3 * one.seconds:10.1f} {1e3 * exposed:9.1f} {1e3 * hidden:9.1f} "
+            f"{number:3} {one.name:{width}} {1e3 * one.seconds:10.1f} {1e3 * exposed:9.1f} {1e3 * hidden:9.1f} "
             f"{one.memory_bytes / 1e9:10.2f} {one.step_bytes / 1e6:10.1f}"
         )
     return "\n".join(lines)
@@ -140,7 +151,12 @@ def advice(found: list[Found], cluster: Cluster, ranks: int) -> str:
     settings += [] if choices.worker_fraction is None else [f"worker_fraction={choices.worker_fraction:g}"]
     settings += ["overlap=True"] if best.overlap else []
     settings += [] if choices.wire_dtype is None else [f"wire_dtype={choices.wire_dtype!r}"]
+    settings += [] if choices.split_dim is None else [f"split_dim={choices.split_dim}"]
     lines = [f"recommended: dkfac.KFAC(model, optimizer, {', '.join(settings)})"]
+    exact = next((f for f in found if f.choices.split_dim is None), None)
+    if choices.split_dim is not None and exact is not None:
+        more = 1e3 * (exact.seconds - best.seconds)
+        lines.append(f"split_dim changes results; without it, {exact.name} takes {more:.1f} ms more")
     timeline = best.steps[0][2]
     busy, network = timeline.busy(0), timeline.network(0)
     stages = [f"{stage} {1e3 * value:.1f}" for stage, value in sorted(busy.items(), key=lambda item: -item[1])]
@@ -154,6 +170,8 @@ def advice(found: list[Found], cluster: Cluster, ranks: int) -> str:
         lines.append(
             f"why: {other.name}, the next, takes {more:.1f} ms more, {waits:+.1f} ms of it waiting for transfers"
         )
+    if cluster.costs.curves and best.plan.solver not in cluster.costs.curves:
+        lines.append(f"what solver={best.plan.solver!r} costs was not measured there: its times are guesses")
     if not cluster.within and not cluster.between:
         lines.append("no link of this cluster was measured: the figures are guesses; `dkfac measure` makes them good")
     elif ranks > 1 and not cluster.is_measured("all-reduce", ranks, one_host=ranks <= cluster.ranks_per_host):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dkfac.layers.layer import Layer
-from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.spec import FactorSpec, LayerSpec, split
 from dkfac.settings import Settings
 
 KINDS: dict[type[nn.Module], str] = {
@@ -178,7 +178,8 @@ def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] |
     assert weight is not None
     elements = weight.numel() + (bias.numel() if has_bias and bias is not None else 0)
     dtype = str(torch.promote_types(weight.dtype, torch.float32)).removeprefix("torch.")
-    return Layer(module, LayerSpec(name, kind, factors, elements, dtype), has_bias)
+    (spec,) = split([LayerSpec(name, kind, factors, elements, dtype)], settings.split_dim)
+    return Layer(module, spec, has_bias)
 
 
 def _factors(module: nn.Module, has_bias: bool, settings: Settings) -> tuple[str, tuple[FactorSpec, ...]]:

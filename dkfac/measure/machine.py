@@ -26,15 +26,17 @@ def measure(
     *,
     ranks_per_host: int | None = None,
     largest: int | None = None,
+    autocast: torch.dtype | None = None,
     say: Callable[[str], Any] = print,
 ) -> Cluster:
     """Return what this cluster's links and linear algebra cost. Under torch.distributed a collective call."""
     if world_size() == 1:
-        costs = measure_costs(device, largest=largest, say=say)
-        return Cluster(socket.gethostname(), costs, environment=environment(device, 1))
+        costs = measure_costs(device, largest=largest, autocast=autocast, say=say)
+        return Cluster(socket.gethostname(), costs, environment=environment(device, 1, autocast))
     groups = Groups()
     try:
-        return _measure(groups, device, ranks_per_host, largest, say if groups.rank == 0 else lambda text: None)
+        quiet = say if groups.rank == 0 else lambda text: None
+        return _measure(groups, device, ranks_per_host, largest, autocast, quiet)
     finally:
         groups.close()
 
@@ -44,6 +46,7 @@ def _measure(
     device: torch.device,
     ranks_per_host: int | None,
     largest: int | None,
+    autocast: torch.dtype | None,
     say: Callable[[str], Any],
 ) -> Cluster:
     world = groups.world_size
@@ -52,7 +55,9 @@ def _measure(
     per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", machine))
     say(f"{world} ranks, {per_host} to a host; linear algebra on rank 0, then the links")
     mine = only(groups)
-    costs = json.dumps(asdict(measure_costs(device, mine, largest=largest, say=say))) if groups.rank == 0 else ""
+    costs = ""
+    if groups.rank == 0:
+        costs = json.dumps(asdict(measure_costs(device, mine, largest=largest, autocast=autocast, say=say)))
     costs = agree.tell(groups, costs, device)
     x = torch.randn(384, 384, device=device)
 
@@ -78,7 +83,7 @@ def _measure(
         slots=machine / slow if crowded else None,
         slot_ranks=machine if crowded else None,
         hidden=(hidden, hidden),
-        environment=environment(device, world),
+        environment=environment(device, world, autocast),
     )
 
 
@@ -100,8 +105,9 @@ def _sets(world: int, per_host: int) -> list[tuple[bool, Ranks]]:
     return sets
 
 
-def environment(device: torch.device, world: int) -> dict[str, Any]:
+def environment(device: torch.device, world: int, autocast: torch.dtype | None) -> dict[str, Any]:
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "ranks": world}
+    found["products"] = str(autocast or torch.float32).removeprefix("torch.")
     found |= {"device": device.type, "machine": platform.machine(), "cores": os.cpu_count()}
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)

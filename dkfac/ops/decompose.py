@@ -5,6 +5,7 @@ Shapes: ``[B, D, D]`` dense or ``[B, D]`` diagonal, B = blocks.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +144,40 @@ def _square(root: Tensor, out: Tensor) -> None:
     out[:, :half, :half] += below.mT @ below
     out[:, half:, :half] = second.mT @ below
     out[:, :half, half:] = out[:, half:, :half].mT
+
+
+def places(pieces: tuple[int, ...]) -> list[slice]:
+    """Return where diagonal blocks of these sizes lie."""
+    ends = list(itertools.accumulate(pieces))
+    return [slice(end - size, end) for end, size in zip(ends, pieces, strict=True)]
+
+
+def piece(whole: Decomposition, here: slice) -> Decomposition:
+    """Return the decomposition of one diagonal block from that of all."""
+    cut = {name: t[(slice(None), *[here] * (t.ndim - 1))] for name, t in whole.tensors().items()}
+    return from_tensors(cut)
+
+
+def join(parts: list[Decomposition]) -> Decomposition:
+    """Return decompositions of diagonal blocks, all of one form, as one of the whole, with zeros between them."""
+    found: dict[str, Tensor] = {}
+    for name in parts[0].tensors():
+        tensors = [part.tensors()[name] for part in parts]
+        if tensors[0].ndim == 2:
+            found[name] = torch.cat(tensors, -1)
+            continue
+        sizes = tuple(t.shape[-1] for t in tensors)
+        found[name] = tensors[0].new_zeros(len(tensors[0]), sum(sizes), sum(sizes))
+        for here, tensor in zip(places(sizes), tensors, strict=True):
+            found[name][:, here, here] = tensor
+    return from_tensors(found)
+
+
+def is_in_pieces(whole: Decomposition, pieces: tuple[int, ...]) -> bool:
+    """Whether there are zeros between the diagonal blocks."""
+    matrices = [t for t in whole.tensors().values() if t.ndim == 3]
+    inside = torch.stack([m[:, here, here].count_nonzero() for m in matrices for here in places(pieces)]).sum()
+    return bool(inside == torch.stack([m.count_nonzero() for m in matrices]).sum())
 
 
 def stored(found: Decomposition, basis_dtype: str) -> Decomposition:

@@ -143,7 +143,8 @@ def _line(body: dict[str, Any]) -> Line:
 
 
 def _curve(body: dict[str, Any]) -> Curve:
-    return Curve(body["form"], tuple(body["coefficients"]), body["error"])
+    knots = tuple((size, seconds) for size, seconds in body.get("knots", ()))
+    return Curve(body["form"], tuple(body["coefficients"]), body["error"], knots)
 
 
 def _derived(lines: Lines, how: str) -> Mapping[int, Line]:

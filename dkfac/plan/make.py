@@ -31,6 +31,8 @@ class Choices:
     moments: bool = False
     factor_interval: int = 10
     inverse_interval: int = 100
+    split_dim: int | None = None
+    """As the layers were split: ``spec.split``."""
 
 
 def make_plan(
@@ -51,16 +53,20 @@ def make_plan(
 
 def mean_seconds(plan: Plan, choices: Choices, cluster: Cluster, work: Work | None = None) -> float:
     """Predict a step over a whole interval; without ``work`` only K-FAC's part, the rest being the same for all."""
-    idle = dict.fromkeys((layer.name for layer in plan.layers), 0.0)
-    free = dict.fromkeys(((layer.name, factor.key) for layer in plan.layers for factor in layer.factors), 0.0)
-    known = work or Work(idle, idle, free, reduces_gradients=False)
     return average_seconds(
         plan,
         cluster,
-        known,
+        work or nothing(plan.layers),
         factor_interval=choices.factor_interval,
         inverse_interval=choices.inverse_interval,
     )
+
+
+def nothing(layers: Sequence[LayerSpec]) -> Work:
+    """Return the work of a rank of which nothing is known."""
+    idle = dict.fromkeys((layer.name for layer in layers), 0.0)
+    free = dict.fromkeys(((layer.name, factor.key) for layer in layers for factor in layer.factors), 0.0)
+    return Work(idle, idle, free, reduces_gradients=False)
 
 
 def _make(

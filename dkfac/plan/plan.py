@@ -13,7 +13,7 @@ from dkfac.plan.spec import FactorSpec, LayerSpec
 Ranks = tuple[int, ...]
 """Sorted ranks of the plan's group."""
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Plan:
     share: str = "gradients"
     rows: tuple[tuple[str, str, int], ...] = ()
     """Factors, as ``(layer, key)``, of which ranks send at most so many rows each instead of their sum."""
+    whole: bool = False
+    """Whether factors that are to be decomposed in pieces are not yet: the warm-up."""
 
     def __post_init__(self) -> None:
         for layer, placement in zip(self.layers, self.placements, strict=True):
@@ -126,6 +128,7 @@ class Plan:
             "moments": self.moments,
             "share": self.share,
             "rows": self.rows,
+            "whole": self.whole,
             "layers": [asdict(layer) for layer in self.layers],
             "placements": placements,
             "buckets": self.buckets,
@@ -160,6 +163,7 @@ class Plan:
             moments=body["moments"],
             share=body["share"],
             rows=tuple((name, key, number) for name, key, number in body["rows"]),
+            whole=body["whole"],
         )
 
     def fingerprint(self) -> str:

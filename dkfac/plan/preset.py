@@ -11,4 +11,9 @@ PRESETS = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def load(name: str) -> Cluster:
-    return Cluster.from_json((FOLDER / f"{name}.json").read_text(), name)
+    """Return a preset, or what `dkfac measure` wrote to a file."""
+    if name in PRESETS:
+        return Cluster.from_json((FOLDER / f"{name}.json").read_text(), name)
+    if not Path(name).is_file():
+        raise ValueError(f"cluster {name!r}: no such file of `dkfac measure`, and not one of {', '.join(PRESETS)}")
+    return Cluster.from_json(Path(name).read_text(), name)

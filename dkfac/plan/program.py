@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dkfac.plan.plan import Plan, Ranks, num_bytes
-from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.spec import LayerSpec
 
 Stage = Literal["header", "factors", "means", "status", "decompositions", "norms", "gradients", "weights"]
 How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
@@ -150,11 +150,6 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     return Program(tuple(transfers))
 
 
-def decomposition_elements(factor: FactorSpec, solver: str) -> int:
-    """Return the size of a decomposition on the wire: a triangle of an inverse, or vectors and values."""
-    return factor.packed_elements if solver == "cholesky" else factor.eigen_elements
-
-
 def _small(stage: Stage, everyone: Ranks, elements: int) -> Transfer:
     return Transfer(stage, "all-reduce", everyone, "float64", (Part("", stage, elements),))
 
@@ -219,7 +214,7 @@ def _decompositions(plan: Plan) -> Iterator[Share]:
         for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
             if len(by) == 1 and receivers - set(by):
                 group = tuple(sorted(receivers | set(by)))
-                elements = decomposition_elements(factor, plan.solver)
+                elements = factor.wire_elements(plan.solver, whole=plan.whole)
                 yield group, layer.dtype, Part(layer.name, factor.key, elements, by[0])
 
 

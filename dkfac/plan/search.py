@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dkfac.plan.cluster import Cluster
-from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.make import Choices, make_plan, nothing
 from dkfac.plan.plan import Plan, num_bytes
 from dkfac.plan.program import Program, expand
 from dkfac.plan.sharing import per_rank
 from dkfac.plan.simulate import Work, kinds_of, simulate
-from dkfac.plan.spec import LayerSpec
+from dkfac.plan.spec import LayerSpec, split
 from dkfac.plan.strategies import FULL_STATISTICS
 from dkfac.plan.timeline import Timeline
 
@@ -39,7 +39,8 @@ class Found:
     def name(self) -> str:
         workers = "" if self.choices.worker_fraction is None else f" {self.choices.worker_fraction:.3g}"
         wire = "" if self.choices.wire_dtype is None else f", {self.choices.wire_dtype} wire"
-        return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}"
+        pieces = "" if self.choices.split_dim is None else f", split at {self.choices.split_dim}"
+        return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}{pieces}"
 
     def network(self, rank: int = 0) -> tuple[float, float]:
         """Return hidden and exposed seconds of a rank's transfers, in the mean of a step."""
@@ -88,14 +89,20 @@ def search(
     *,
     memory_bytes: int | None = None,
     wire_dtypes: Sequence[str | None] = (None,),
+    split_dims: Sequence[int | None] = (None,),
 ) -> list[Found]:
-    """Return all candidates that fit, the fastest first; of equals the one with less memory, then by name."""
+    """Return all candidates that fit, the fastest first; of equals the one with less memory, then by name.
+
+    ``split_dims``: of ``spec.split``; these approximate.
+    """
     found = []
-    for own, overlap in candidates(choices, world_size, wire_dtypes=wire_dtypes):
-        if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
-            continue
-        plan = make_plan(layers, world_size, own, cluster, work)
-        found.append(predict(plan, own, overlap, cluster, work))
+    for split_dim in split_dims:
+        pieces = split(layers, split_dim)
+        for own, overlap in candidates(replace(choices, split_dim=split_dim), world_size, wire_dtypes=wire_dtypes):
+            if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
+                continue
+            plan = make_plan(pieces, world_size, own, cluster, work)
+            found.append(predict(plan, own, overlap, cluster, work))
     found.sort(key=lambda f: (round(f.seconds, 9), f.memory_bytes, f.name))
     budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
     if budget is None:
@@ -108,6 +115,13 @@ def search(
             f"least is {least.memory_bytes / 1e9:.3g} GB with {least.name}; more ranks, max_dim or skip= make it less"
         )
     return fitting
+
+
+def choose(layers: Sequence[LayerSpec], world_size: int, cluster: Cluster, choices: Choices, *, overlap: bool) -> Plan:
+    """Return the best plan for ranks whose forward and backward nobody has timed: by K-FAC's own part."""
+    found = search(layers, world_size, cluster, nothing(layers), choices)
+    own = next(one for one in found if one.overlap == overlap)
+    return make_plan(layers, world_size, replace(own.choices, fusion=choices.fusion), cluster)
 
 
 def step_bytes(program: Program, choices: Choices, plan: Plan) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -13,6 +14,14 @@ class FactorSpec:
     dim: int
     num_blocks: int = 1
     form: Literal["dense", "diagonal"] = "dense"
+    pieces: int = 1
+    """In how many diagonal blocks it is decomposed; what is between them is left out."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Sizes of the pieces, which differ by one at most."""
+        each, more = divmod(self.dim, self.pieces)
+        return tuple(each + (i < more) for i in range(self.pieces))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,6 +46,18 @@ class FactorSpec:
     def eigen_elements(self) -> int:
         """Elements of a decomposition: vectors and values, values alone where the basis is the identity."""
         return self.num_elements + (self.num_blocks * self.dim if self.form == "dense" else 0)
+
+    def wire_elements(self, solver: str, *, whole: bool = False) -> int:
+        """Elements of a decomposition on the network: triangles of the inverse's pieces, or their vectors and values.
+
+        ``whole``: it is in one piece.
+        """
+        if self.form == "diagonal":
+            return self.num_elements
+        widths = (self.dim,) if whole else self.widths
+        if solver == "cholesky":
+            return self.num_blocks * sum(width * (width + 1) // 2 for width in widths)
+        return self.num_blocks * sum(width * (width + 1) for width in widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +87,13 @@ class LayerSpec:
     def state_elements(self) -> int:
         """Elements kept between steps: running factors and their decompositions."""
         return sum(f.num_elements + f.eigen_elements for f in self.factors)
+
+
+def split(layers: Iterable[LayerSpec], dim: int | None) -> list[LayerSpec]:
+    """Return layers whose factors are decomposed in pieces of at most this size."""
+    return [replace(layer, factors=tuple(_split(f, dim) for f in layer.factors)) for layer in layers]
+
+
+def _split(factor: FactorSpec, dim: int | None) -> FactorSpec:
+    is_cut = dim is not None and factor.form == "dense"
+    return replace(factor, pieces=-(-factor.dim // dim) if is_cut and dim is not None else 1)

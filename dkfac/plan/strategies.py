@@ -132,7 +132,7 @@ def spd(problem: Problem) -> list[Placement]:
     by: list[Ranks] = [everyone] * len(factors)
     for i in order:
         layer, factor = factors[i]
-        elements = factor.packed_elements if problem.solver == "cholesky" else factor.eigen_elements
+        elements = factor.wire_elements(problem.solver)
         share = problem.costs.transfer(elements * (8 if layer.dtype == "float64" else 4))
         seconds = problem.decompose_seconds(factor)
         if seconds < share:

@@ -1,0 +1,164 @@
+"""split_dim: large factors decomposed as diagonal blocks, against an oracle that sets what is between them to zero."""
+
+import pytest
+import reference as ref
+import torch
+from helpers_parity import EXACT, SGD, average_in_one, batch, build, cut, mean_loss, summed_loss, train, weights_of
+from helpers_ranks import on_threads
+
+from dkfac import KFAC
+from dkfac.layers.find import find_layers
+from dkfac.ops.decompose import Eigen, join, piece, places
+from dkfac.plan.costs import Costs
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.program import expand
+from dkfac.plan.spec import FactorSpec, LayerSpec, split
+from dkfac.settings import Settings
+
+DIM = 23
+"""The first layer's A, 61 wide, falls in pieces of 21, 20, 20; nothing else does."""
+
+
+class SplitOracle(ref.ReferenceKFAC):
+    """Plain K-FAC on factors without what is between their diagonal blocks, from a step on."""
+
+    warmup = 0
+
+    def _refresh(self, name):
+        super()._refresh(name)
+        for factor in self.used[name].values():
+            dim = factor.shape[-1]
+            if self.steps < self.warmup or dim <= DIM:
+                continue
+            number = -(-dim // DIM)
+            of_piece = torch.repeat_interleave(
+                torch.arange(number), torch.tensor([dim // number + (i < dim % number) for i in range(number)])
+            )
+            factor[..., of_piece[:, None] != of_piece] = 0
+
+
+def expected(*, warmup=0, steps=12, **options):
+    model = build("small")
+    layers = [layer.name for layer in find_layers(model, Settings(), None)[0]]
+    rhythm = {key: EXACT[key] for key in ("factor_interval", "inverse_interval", "damping")}
+    settings = ref.ReferenceSettings(**({"rescale": "norm-global"} | SGD | rhythm | options))
+    found = SplitOracle(lambda: build("small"), layers, summed_loss, settings)
+    found.warmup = warmup
+    for step in range(steps):
+        ((x, y),) = cut(step, [24], "small")[0]
+        found.step(x, y)
+    return weights_of(found.model)
+
+
+def trained(rank=0, world_size=1, steps=12, **options):
+    model = build("small")
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    kfac = KFAC(model, optimizer, **(EXACT | {"split_dim": DIM} | options))
+    for step in range(steps):
+        ((x, y),) = cut(step, [24], "small")[0]
+        optimizer.zero_grad()
+        mean_loss(model(x), y).backward()
+        optimizer.step()
+    return weights_of(model), kfac
+
+
+def assert_same(found, wanted, tolerance=1e-9):
+    for p, q in zip(found, wanted, strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+@pytest.mark.parametrize("warmup", [0, 8])
+def test_equals_the_oracle(solver, warmup):
+    assert_same(trained(solver=solver, split_warmup=warmup)[0], expected(solver=solver, warmup=warmup))
+
+
+def test_is_an_approximation_that_can_be_seen():
+    whole, pieces = trained(split_dim=None)[0], trained()[0]
+    assert max(float((p - q).abs().max()) for p, q in zip(whole, pieces, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("solver", ["warm-eigen", "cholesky"])
+@pytest.mark.parametrize("spread", [1, 3])
+def test_renewed_in_place_it_stays_in_pieces_from_the_warm_up_on(solver, spread):
+    options = {"solver": solver, "spread_refresh": spread, "inverse_interval": 4, "split_warmup": 5}
+    for steps in (5, 30):
+        kfac = trained(steps=steps, **options)[1]
+        found = next(iter(kfac._runner.states.values())).decompositions["A"]
+        matrix = found.vectors if isinstance(found, Eigen) else found.matrix
+        between = matrix.clone()
+        for here in places((21, 20, 20)):
+            between[:, here, here] = 0
+        assert bool((between == 0).all()) == (steps == 30)
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "warm-eigen"])
+@pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt", "sharded"])
+def test_is_the_same_on_several_ranks(solver, strategy, warmup):
+    options = {"net": "small", "split_dim": DIM, "split_warmup": warmup, "solver": solver}
+    alone = train(**options)
+    for weights in on_threads(4, lambda rank: train(rank, 4, strategy=strategy, **options)):
+        assert_same(weights, alone)
+
+
+def test_adam_in_pieces_is_the_same_on_several_ranks():
+    def adam(rank=0, world_size=1):
+        model = build("small")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        KFAC(model, optimizer, **(EXACT | {"split_dim": DIM, "split_warmup": 5}))
+        for step in range(12):
+            x, y = (t.chunk(world_size)[rank] for t in batch(step, "small"))
+            optimizer.zero_grad()
+            mean_loss(model(x), y).backward()
+            if world_size > 1:
+                average_in_one(model)
+            optimizer.step()
+        return weights_of(model)
+
+    alone = adam()
+    for weights in on_threads(2, lambda rank: adam(rank, 2)):
+        assert_same(weights, alone)
+
+
+def test_pieces_travel_and_cost_less():
+    layers = [LayerSpec("a", "linear", (FactorSpec("A", 101), FactorSpec("G", 10)), 1010)]
+    (cut_up,) = split(layers, 30)
+    assert cut_up.factors[0].widths == (26, 25, 25, 25)
+    assert cut_up.factors[1].pieces == 1
+    whole, pieces = (make_plan(specs, 4, Choices(strategy="comm-opt")) for specs in (layers, [cut_up]))
+    sent = {plan: next(iter(expand(plan).stage("decompositions"))).used for plan in (whole, pieces)}
+    assert sent[whole] - sent[pieces] == 101 * 101 - 26 * 26 - 3 * 25 * 25
+    costs = Costs()
+    assert costs.decompose(cut_up.factors[0]) < costs.decompose(layers[0].factors[0]) / 12
+    assert split([cut_up], None) == layers
+
+
+def test_joined_pieces_are_the_pieces():
+    torch.manual_seed(0)
+    parts = [Eigen(torch.randn(2, n, n), torch.rand(2, n)) for n in (3, 2, 4)]
+    whole = join(parts)
+    for part, here in zip(parts, places((3, 2, 4)), strict=True):
+        again = piece(whole, here)
+        assert torch.equal(again.vectors, part.vectors)
+        assert torch.equal(again.values, part.values)
+    assert whole.vectors.count_nonzero() == 2 * (9 + 4 + 16)
+
+
+def test_a_run_resumes_across_the_end_of_the_warm_up():
+    options = {"split_dim": DIM, "split_warmup": 6}
+    straight = trained(steps=12, **options)[0]
+    saved = ()
+    for begin, end in ((0, 3), (3, 7), (7, 12)):
+        model = build("small")
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        kfac = KFAC(model, optimizer, **(EXACT | options))
+        for what, state in zip((model, optimizer, kfac), saved, strict=False):
+            what.load_state_dict(state)
+        for step in range(begin, end):
+            ((x, y),) = cut(step, [24], "small")[0]
+            optimizer.zero_grad()
+            mean_loss(model(x), y).backward()
+            optimizer.step()
+        saved = (model.state_dict(), optimizer.state_dict(), kfac.state_dict())
+    assert_same(weights_of(model), straight, 0.0)
