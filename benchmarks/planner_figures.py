@@ -12,10 +12,12 @@ import time
 import matplotlib
 from environment import write
 
+from dkfac.charts import gantt
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import MODELS, work_of
 from dkfac.plan.preset import load
 from dkfac.plan.search import predict
+from dkfac.plan.timeline import Span, Timeline
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -69,6 +71,21 @@ def scaling(path: pathlib.Path, model: str, batch: int) -> dict:
     return found
 
 
+def pictures(path: pathlib.Path, model: str) -> dict:
+    """Draw a refreshing step on four hosts, predicted and measured, and return both by stage."""
+    body = json.loads((RESULTS / "planner_network_4_hosts_1gbit_cpu.json").read_text())
+    rows = {name: row for name, row in body["models"][model]["strategies"].items() if "measured_spans" in row}
+    drawn, stages = [], {}
+    for name, row in rows.items():
+        for kind in ("predicted", "measured"):
+            spans = tuple(Span(*span) for span in row[f"{kind}_spans"])
+            timeline = Timeline(spans, max(span.end for span in spans))
+            drawn.append((f"{name}, {kind}", timeline))
+            stages[f"{name}, {kind}"] = {"seconds": timeline.seconds, "busy_rank_0": timeline.busy(0)}
+    gantt(drawn, path)
+    return stages
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=pathlib.Path, default=pathlib.Path(__file__).parent.parent / "docs")
@@ -80,7 +97,8 @@ def main() -> None:
     for label, found in errors.items():
         print(f"{label}: {sum(abs(e) <= 0.25 for e in found)} of {len(found)} strategies within 25%, "
               f"from {min(found):+.0%} to {max(found):+.0%}")  # fmt: skip
-    body = {"errors": errors, "ranks": RANKS, "scaling_resnet152_seconds": curves}
+    stages = pictures(args.docs / "planner_gantt.png", "cnn")
+    body = {"gantt": stages, "errors": errors, "ranks": RANKS, "scaling_resnet152_seconds": curves}
     write(args.out, body | {"seconds": time.perf_counter() - begin})
 
 

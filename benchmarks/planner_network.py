@@ -6,6 +6,7 @@ factors, are timed on rank 0 alone. Then each strategy's step is predicted, and 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from dkfac.comm.groups import Groups, only
 from dkfac.measure.compute import seconds_of
 from dkfac.measure.machine import measure
 from dkfac.measure.model import shapes_of
+from dkfac.measure.record import Recorder
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import scaled
 from dkfac.plan.search import predict
@@ -87,6 +89,9 @@ def run_rank(args: argparse.Namespace) -> None:
             steps = [{"kind": kind, "count": n, "seconds": t.seconds, "busy": t.busy(0), "network": t.network(0)}
                      for kind, n, t in found.steps]  # fmt: skip
             rows[name] = {"predicted": found.seconds, "steps": steps}
+            if name in args.record.split(","):
+                drawn = predict(plan, choices, False, cluster, work, keep=world).steps[0][2]
+                rows[name]["predicted_spans"] = [dataclasses.astuple(span) for span in drawn.spans]
         torch.manual_seed(1000 + rank)
         batches = [(torch.randn(net.BATCH, 1, 28, 28), torch.randint(0, 10, (net.BATCH,))) for _ in range(8)]
         runners = {config: net.Runner(config, model, args) for config in ["sgd", *rows]}
@@ -103,6 +108,11 @@ def run_rank(args: argparse.Namespace) -> None:
             stages = net.gathered(runner.kfac.report()["stage_seconds"] if runner.kfac else {})
             rows.setdefault(config, {})["measured"] = statistics.median(blocks)
             rows[config] |= {"blocks": blocks, "stages_rank_0": stages[0]}
+            if config in args.record.split(","):
+                with Recorder(runner.kfac, runner.model, runner.optimizer) as recorder:
+                    runner.block(batches, 1)  # which refreshes
+                for recorded in recorder.timelines():
+                    rows[config]["measured_spans"] = [dataclasses.astuple(span) for span in recorded.spans]
             if runner.kfac:
                 runner.kfac.close()
         passes = sum(work.forward.values()) + sum(work.backward.values())
@@ -143,6 +153,7 @@ def main() -> None:
     add("--inverse-interval", type=int, default=10)
     add("--solver", default="cholesky")
     add("--rounds", type=int, default=8)
+    add("--record", default="comm-opt,sharded", help="strategies of which one refreshing step is recorded")
     add("--out", default="benchmarks/results/planner_network.json")
     args = parser.parse_args()
     args.wire_dtype, args.set = None, []

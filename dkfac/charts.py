@@ -12,7 +12,8 @@ COLOURS = {
     "forward": "#4c78a8", "backward": "#72b7b2", "measure": "#e45756", "pack": "#ff9da6", "average": "#9d755d",
     "decompose": "#b279a2", "precondition": "#54a24b", "optimizer": "#bab0ac", "gradients": "#eeca3b",
     "factors": "#f58518", "decompositions": "#d67195", "header": "#79706e", "means": "#79706e", "status": "#79706e",
-    "norms": "#79706e", "weights": "#eeca3b",
+    "norms": "#79706e", "weights": "#eeca3b", "all-reduce": "#f58518", "reduce-scatter": "#f58518",
+    "all-gather": "#d67195", "exchange": "#d67195",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class Curve:
         around = self.knots[max(0, place - 1) : place + 1]
         (a, first), (b, second) = ((end, seconds / self.form_at(end)) for end, seconds in (around[0], around[-1]))
         share = math.log(size / a) / math.log(b / a) if b > a else 0.0
-        return self.form_at(size) * first ** (1 - share) * second**share
+        return float(self.form_at(size) * first ** (1 - share) * second**share)
 
     def form_at(self, size: float) -> float:
         c = self.coefficients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,14 +59,23 @@ class Timeline:
 
     def to_chrome(self) -> str:
         """Return the spans as JSON for Perfetto and chrome://tracing; a rank is a process, a stream a thread."""
-        events: list[dict[str, Any]] = []
-        for rank in self.ranks:
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for span in self.spans:
-            place = {"pid": span.rank, "tid": span.stream, "cat": span.stage}
+        return chrome([("", self)])
+
+
+def chrome(timelines: Sequence[tuple[str, Timeline]]) -> str:
+    """Return titled timelines, as predicted and measured ones, as one trace, below each other."""
+    events: list[dict[str, Any]] = []
+    first = 0
+    for title, timeline in timelines:
+        for rank in timeline.ranks:
+            name = f"{title} rank {rank}".strip()
+            events.append({"ph": "M", "name": "process_name", "pid": first + rank, "args": {"name": name}})
+        for span in timeline.spans:
+            place = {"pid": first + span.rank, "tid": span.stream, "cat": span.stage}
             times = {"ts": 1e6 * span.begin, "dur": 1e6 * (span.end - span.begin)}
             events.append({"ph": "X", "name": f"{span.stage} {span.name}".strip(), **place, **times})
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        first += 1 + max(timeline.ranks, default=0)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
