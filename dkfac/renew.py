@@ -177,7 +177,8 @@ class Renewal:
         means = [m for la in stack.layers for m in runner.states[la.name].means.values()]
         used = [t for key in joined for t in stack.running(runner.states, key)]
         damping = stages.damping_values(runner.settings, runner.step)
-        moments = stack.moments(runner.states, "moments") if runner.is_adam else ()
+        kept = ("moments", "momentum") if runner.is_adam else ()
+        moments = [t for name in kept for t in stack.moments(runner.states, name)]
         key = [stack, *joined.values(), *means, *used, *moments, damping]
         found = graph.run(key, lambda: _renew(stack, begin, end, runner), stack.device)
         return {key: good.clone() for key, good in found.items()}
@@ -261,6 +262,9 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
     shifts = factored_damping(means, damping)
     good: dict[str, Tensor] = {}
     rotations: dict[str, Tensor] = {}
+    carries = any(states[layer.name].moments is not None for layer in stack.layers)
+    olds = {key: _part(joined[key], here, factor.shape) for key, factor in factors.items()} if carries else {}
+    gathered = _mean_in_basis(stack, states, begin, end, olds) if carries and runner.is_adam else None
     for key, factor in factors.items():
         old = _part(joined[key], here, factor.shape)
         new, sound = _decompose_pieces(
@@ -275,21 +279,36 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
     if settings.tf32 and not runner.is_adam:
         parts = {key: _part(joined[key], here, factor.shape) for key, factor in factors.items()}
         good[ROUNDING] = (tf32_error(parts, means, damping) < TF32_TOLERANCE).view(-1, blocks).all(1)
-    if any(states[layer.name].moments is not None for layer in stack.layers):
-        _rotate(stack, stack.moments(states, "moments")[0][here], rotations)
+    if gathered is not None:
+        down, across = stack.sizes
+        values, weights = stack.moments(states, "moments")
+        bare, squares = values[here, :down, :across], {key: rotation.square() for key, rotation in rotations.items()}
+        spread, mean = _turn(stack, gathered.square(), squares), _turn(stack, gathered, rotations).square()
+        weight = weights[begin:end].repeat_interleave(blocks)[:, None, None]
+        bare.copy_(stages.around_mean(_turn(stack, bare, squares), spread * weight, mean * weight))
     return good
 
 
-def _rotate(stack: Stack, moments: Tensor, rotations: dict[str, Tensor]) -> None:
-    """Bring second moments of some layers to their new bases, by the squared rotations: see ``rotate_moments``."""
+def _mean_in_basis(
+    stack: Stack, states: dict[str, LayerState], begin: int, end: int, bases: dict[str, Decomposition]
+) -> Tensor:
+    """Return Adam's momentum of some layers in their bases."""
     down, across = stack.sizes
-    bare = moments[:, :down, :across]
-    found = bare
-    for key, rotation in rotations.items():
-        squares = rotation.square()
+    values, weights = stack.moments(states, "momentum")
+    weight = weights[begin:end].clamp(min=torch.finfo(weights.dtype).tiny).repeat_interleave(stack.blocks)
+    mean = values[begin * stack.blocks : end * stack.blocks, :down, :across] / weight[:, None, None]
+    vectors = {
+        key: d.vectors.to(mean.dtype).mT for key, d in bases.items() if isinstance(d, Eigen) and d.vectors is not None
+    }
+    return _turn(stack, mean, vectors)
+
+
+def _turn(stack: Stack, matrices: Tensor, by: dict[str, Tensor]) -> Tensor:
+    """Return matrices laid out like the stack's gradients, multiplied from the side that each factor acts on."""
+    for key, matrix in by.items():
         from_the_right = (key == "A") != stack.transposed
-        found = found @ squares.mT if from_the_right else squares @ found
-    bare.copy_(found)
+        matrices = matrices @ matrix.mT if from_the_right else matrix @ matrices
+    return matrices
 
 
 def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decomposition:

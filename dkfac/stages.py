@@ -152,9 +152,33 @@ def adopt(
         new_basis = state.basis()
         is_adams = state.momentum is not None  # which goes on in the basis of the weights where there is no other
         if is_adams or (old_basis is not None and new_basis is not None):
-            state.moments.value = rotate_moments(state.moments.value, old_basis, new_basis)
+            state.moments.value = carry_moments(state.moments, state.momentum, old_basis, new_basis)
         else:
             state.moments = None
+
+
+def carry_moments(
+    moments: Average, momentum: Average | None, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None
+) -> Tensor:
+    """Return the sum of second moments in a new basis, None being that of the weights.
+
+    Squared rotations take what is in different directions of the old basis to be independent. That does not hold of
+    what Adam's momentum has gathered, one direction that the old basis may have spread over many: so it is turned as
+    such, and squared rotations are for what is beside it.
+    """
+    found = rotate_moments(moments.value, old, new)
+    if momentum is None:
+        return found
+    mean = momentum.mean()
+    before, after = (mean if basis is None else ops.rotate(mean, basis) for basis in (old, new))
+    weight = moments.weight
+    return around_mean(found, rotate_moments(before.square(), old, new) * weight, after.square() * weight)
+
+
+def around_mean(turned: Tensor, spread: Tensor, mean: Tensor) -> Tensor:
+    """Return second moments from those turned by squared rotations, in which a mean's square was ``spread`` and is
+    ``mean``; where they have less than the mean's own, as averages of different length may, no less than the lesser."""
+    return torch.maximum(turned - spread + mean, torch.minimum(turned, mean))
 
 
 def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:

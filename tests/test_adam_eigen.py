@@ -159,9 +159,18 @@ class Oracle:
             if "F" in found:  # the gradient is [C, 2, 1]
                 new.append(torch.ones_like(new[0][:, :1, :1]))
             if name in self.bases:
-                value, weight = self.v[name]
-                self.v[name] = rotate(value, self.bases[name], new), weight
+                self.carry(name, new)
             self.bases[name] = new
+
+    def carry(self, name, new):
+        """Bring v to a new basis: m^2 as m is turned, what is beside it by squared rotations."""
+        old, (value, weight) = self.bases[name], self.v[name]
+        m = self.m[name][0] / self.m[name][1]
+        before, after = (left.mT @ m @ right for left, right in (old, new))
+        v = value / weight
+        beside = rotate(v - before**2, old, new)
+        floor = torch.minimum(rotate(v, old, new), after**2)
+        self.v[name] = weight * torch.maximum(beside + after**2, floor), weight
 
     @torch.no_grad()
     def step(self, factors=None):
@@ -313,8 +322,8 @@ def test_after_a_fallback_moments_go_on_in_the_basis_of_the_weights(monkeypatch)
         if step == 4:
             for name, pair in oracle.bases.items():
                 new = [torch.eye(q.shape[-1]).to(q).expand_as(q) for q in pair]
-                value, weight = oracle.v[name]
-                oracle.v[name], oracle.bases[name] = (rotate(value, pair, new), weight), new
+                oracle.carry(name, new)
+                oracle.bases[name] = new
         oracle.step(with_blocks(kfac) if step == 0 else None)
         assert_weights(model, oracle.model, 1e-9)
 
@@ -757,8 +766,8 @@ def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
     found = []
     for in_place in (True, False):
         with monkeypatch.context() as patch:
-            seen, real = [], renew._rotate
-            patch.setattr(renew, "_rotate", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
+            seen, real = [], renew._turn
+            patch.setattr(renew, "_turn", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
             if not in_place:
                 patch.setattr(renew, "is_renewable", lambda *_: False)
             model, optimizer, kfac = deep()
@@ -903,7 +912,7 @@ def test_a_layer_whose_basis_was_kept_goes_on_in_the_same_moments(monkeypatch):
     train(model, optimizer, 0, 10)
     runner, layer = kfac._runner, kfac.layers[-1]
     before = runner.states[layer.name].moments.value
-    monkeypatch.setattr(stages, "refresh", lambda factor, old, solver, shift: (old, "kept"))
+    monkeypatch.setattr(stages, "refresh", lambda factor, old, solver, shift, pieces: (old, "kept"))
     renew._repair(runner, layer, "A")
     assert runner.states[layer.name].moments.value is before
 
