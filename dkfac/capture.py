@@ -34,7 +34,7 @@ class Probe:
         self.measuring = True
         self.batch_dim = settings.batch_dim
         self.loss_terms = settings.loss_terms
-        self.exact_loss = settings.exact_loss if settings.fisher == "exact" else None
+        self.fisher_loss = settings.fisher_loss if settings.fisher != "empirical" else None
         self.has_scaler = has_scaler
         self.watched = {layer.name for layer in tape.layers}
         self.before_forward: Callable[[], None] | None = None
@@ -75,7 +75,7 @@ class Probe:
             hook = LayerHook(self, index, layer)
             # First of all hooks: one that changes the output would change what its gradient means.
             handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        if self.exact_loss is not None:
+        if self.fisher_loss is not None:
             handles.append(model.register_forward_hook(OutputHook(self)))
         return handles
 
@@ -214,7 +214,7 @@ class LayerHook:
 
 
 class OutputHook:
-    """After the model's forward, exact Fisher only: propagate the Hessian's root when the loss's gradient comes."""
+    """After the model's forward, exact and sampled Fisher only: run their passes when the loss's gradient comes."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
@@ -222,14 +222,15 @@ class OutputHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self.probe.measuring:
             return None
-        loss = self.probe.exact_loss
+        loss = self.probe.fisher_loss
         assert loss is not None
         if torch.compiler.is_compiling():
-            raise RuntimeError('fisher="exact" runs extra backward passes and does not go with torch.compile')
+            raise RuntimeError('fisher="exact" and "sampled" run extra backward passes, not with torch.compile')
         if not isinstance(output, Tensor) or not output.requires_grad:
             if isinstance(output, Tensor):
                 return None
-            raise TypeError(f'fisher="exact" needs a model that returns one tensor, not {type(output).__name__}')
+            what = type(output).__name__
+            raise TypeError(f'fisher="exact" and "sampled" need a model that returns one tensor, not {what}')
         by_token = self.probe.loss_terms == "token"
         exact.check_output(output, loss, by_token=by_token)
         with _unsafe_preserve_version_counter(output):  # the value stays: who saved it may use it

@@ -32,6 +32,9 @@ class Loaded:
     device: dict[str, Tensor]
     lacking: list[str] = field(default_factory=list)
     """Layers of which the state lacks something that this rank is to hold."""
+    begun: dict[str, LayerState] = field(default_factory=dict)
+    """With ``inverse_lag``: the factors of a refresh whose results were not in use yet."""
+    begun_at: int = -1
 
 
 def save(
@@ -43,9 +46,13 @@ def save(
     counters: dict[str, int],
     device: dict[str, Tensor],
     decompositions: bool,
+    lag: bool = False,
+    begun: dict[str, LayerState] | None = None,
+    begun_at: int = -1,
 ) -> dict[str, Any]:
+    """Return the state. ``begun``: what a refresh that began at a step works on, if settings have a ``lag``."""
     zero = torch.zeros((), device=next(iter(layers.values())).weight.device)
-    return {
+    saved: dict[str, Any] = {
         "version": VERSION,
         "step": step,
         "counters": dict(counters),
@@ -53,6 +60,23 @@ def save(
         "layers": {
             name: _save_layer(state, layers[name], holds(name), decompositions) for name, state in states.items()
         },
+    }
+    if lag and decompositions:
+        saved["begun_at"] = begun_at
+        for name, layer in layers.items():
+            saved["layers"][name]["begun"] = _save_begun((begun or {}).get(name), layer, holds(name))
+    return saved
+
+
+def _save_begun(state: LayerState | None, layer: Layer, holding: Holding) -> dict[str, Any]:
+    """Factors that were copied for a refresh under way, and their means; zeros of weight 0 where there are none."""
+    blank: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.dtype}
+    held = [factor for factor in layer.spec.factors if factor.key in holding.running]
+    running, means = ({}, {}) if state is None else (state.running, state.means)
+    zeros = {f.key: torch.zeros(f.num_blocks, **blank) for f in layer.spec.factors}
+    return {
+        "running": {f.key: _save_average(running.get(f.key), f.shape, blank) for f in held},
+        "means": {key: t.clone() for key, t in (zeros | means).items()},
     }
 
 
@@ -134,7 +158,15 @@ def load(saved: dict[str, Any], layers: dict[str, Layer], holds: Callable[[str],
     device = {name: t.to(home, copy=True) for name, t in saved["device_counters"].items()}
     counters = {k: int(v) for k, v in saved["counters"].items()}
     lacking = [name for name in layers if lacks(states[name], holds(name))]
-    return Loaded(states, int(saved["step"]), counters, device, lacking)
+    begun_at = int(saved.get("begun_at", -1))
+    begun = {} if begun_at < 0 else {n: _load_begun(found[n]["begun"], la, states[n]) for n, la in layers.items()}
+    return Loaded(states, int(saved["step"]), counters, device, lacking, begun, begun_at)
+
+
+def _load_begun(saved: dict[str, Any], layer: Layer, state: LayerState) -> LayerState:
+    running = {key: _average(average, layer) for key, average in saved["running"].items() if key in state.running}
+    means = {key: _place(t, layer) for key, t in saved["means"].items()}
+    return LayerState(state.num_factors, running, dict(state.decompositions), means)
 
 
 def lacks(state: LayerState, holding: Holding) -> bool:

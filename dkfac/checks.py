@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,41 @@ def check_rhythm(settings: Settings) -> None:
     object.__setattr__(settings, "warmup_refresh", tuple(warmup))
 
 
+def _check_lag(settings: Settings) -> None:
+    lag = settings.inverse_lag
+    if settings.inverse_backend != "auto" and not lag:
+        raise ValueError(
+            f"inverse_backend={settings.inverse_backend!r} is for inverse_lag > 0: without a lag, work is in the step"
+        )
+    if not lag:
+        return
+    until = 0 if settings.warmup_refresh is None else settings.warmup_refresh[1]
+    steps = [n for n in range(until + 2 * settings.inverse_interval + 1) if settings.rhythm(n)[1]]
+    shortest = min(b - a for a, b in itertools.pairwise(steps))
+    if lag > shortest:
+        raise ValueError(
+            f"inverse_lag={lag} is more than the shortest interval between refreshes, {shortest} (inverse_interval="
+            f"{settings.inverse_interval}, warmup_refresh={settings.warmup_refresh}): results would overtake each other"
+        )
+    if settings.spread_refresh > 1 or settings.split_warmup:
+        other = "spread_refresh" if settings.spread_refresh > 1 else "split_warmup"
+        raise ValueError(f"inverse_lag={lag} does not go with {other}={getattr(settings, other)}: leave one out")
+    if settings.inverse_backend == "stream" and settings.tf32:
+        raise ValueError(
+            'inverse_backend="stream" does not go with tf32=True, whose switch is the process\'s: what is decomposed '
+            'beside a step would be rounded with it; use inverse_backend="threads"'
+        )
+
+
 def check_together(settings: Settings) -> None:
     _check_distribution(settings)
-    if settings.fisher == "exact" and settings.exact_loss is None:
+    _check_lag(settings)
+    if settings.fisher_fraction != 1 and settings.fisher != "sampled":
+        raise ValueError(f'fisher_fraction={settings.fisher_fraction:g} is used by fisher="sampled" alone')
+    if settings.fisher != "empirical" and settings.fisher_loss is None:
         raise ValueError(
-            'fisher="exact" needs exact_loss="cross-entropy" or "mse": the Hessian of the loss with '
-            "respect to the model's output cannot be read off a backward pass"
+            f'fisher="{settings.fisher}" needs fisher_loss="cross-entropy", "bernoulli" or "mse": what the model\'s '
+            "output predicts cannot be read off a backward pass"
         )
     _check_adam(settings)
     if settings.cuda_graph and (settings.rescale == "kl-clip" or settings.curvature == "ekfac"):
@@ -72,7 +102,7 @@ def _check_distribution(settings: Settings) -> None:
             'overlap=True with wire_dtype="float16": sums leave before all ranks know how large they are, and '
             'float16 has little range; use "bfloat16"'
         )
-    if settings.wire_form == "rows" and (settings.weight_sharing == "reduce" or settings.fisher == "exact"):
+    if settings.wire_form == "rows" and (settings.weight_sharing == "reduce" or settings.fisher != "empirical"):
         raise ValueError(
             'wire_form="rows" sends the rows of the training backward: it goes with weight_sharing="expand" and '
             'fisher="empirical"'

@@ -167,15 +167,15 @@ class KFAC:
         """
         runner = self._runner
         runner.settle()
-        counters = {**runner.counters, "abandoned": self._tape.num_abandoned}
         state = checkpoint.save(
             runner.states,
             self._by_name,
             runner.holds,
             step=runner.step,
-            counters=counters,
+            counters={**runner.counters, "abandoned": self._tape.num_abandoned},
             device=runner.device,
             decompositions=decompositions,
+            **runner.later.saved(),
         )
         state["share"] = self.settings.share
         if self.settings.share == "weights" and self._optimizer is not None and not runner.is_adam:
@@ -208,7 +208,7 @@ class KFAC:
     def close(self) -> None:
         """Remove every hook; the optimizer steps on raw gradients again."""
         self._give_back()
-        self._runner.renewal.join()
+        self._runner.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

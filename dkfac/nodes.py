@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dkfac import exact
-from dkfac.settings import ExactLoss
+from dkfac.settings import FisherLoss
 from dkfac.tape import Tape
 
 TAPES: WeakValueDictionary[int, Tape] = WeakValueDictionary()
@@ -162,10 +162,10 @@ class Watch(torch.autograd.Function):
 
 
 class Output(torch.autograd.Function):
-    """The identity on the model's output; its backward runs the exact Fisher's passes first."""
+    """The identity on the model's output; its backward runs the exact or sampled Fisher's passes first."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, handle: int, loss: ExactLoss, terms: int, by_token: bool) -> Tensor:
+    def forward(ctx: Any, y: Tensor, handle: int, loss: FisherLoss, terms: int, by_token: bool) -> Tensor:
         ctx.save_for_backward(y.detach().clone())
         ctx.call = (handle, loss, terms, by_token)
         ctx.mark_dirty(y)

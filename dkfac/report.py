@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 COUNTERS = (
     "refreshes",
+    "late_refreshes",
     "fallbacks_float64",
     "fallbacks_cholesky",
     "fallbacks_kept",
@@ -121,6 +122,7 @@ def metrics(
         "skipped_batches": 0.0,
         "abandoned_steps": float(abandoned),
     }
+    result["late_refreshes"] = float(counters["late"])
     for rung in ("float64", "cholesky", "kept", "raw"):
         result[f"fallbacks_{rung}"] = float(counters[rung])
     result |= {name: float(value) for name, value in device.items()}

@@ -12,19 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac import conclude, health, reduce, renew, shares, stages, updates
+from dkfac import health, reduce, renew, stages, updates
 from dkfac.absorb import Absorber
 from dkfac.checkpoint import Loaded
+from dkfac.decomposing import decompose
 from dkfac.exchange import Exchange
 from dkfac.graph import StepGraph, look_at_gradients, wants_graphs
+from dkfac.later import Begun, Later
 from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
-from dkfac.ops.decompose import Decomposition, stored
+from dkfac.ops.decompose import stored
 from dkfac.ops.precision import tf32
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Holding, Plan
-from dkfac.refresh import RUNGS, Rung
+from dkfac.refresh import RUNGS
 from dkfac.settings import Settings
+from dkfac.shares import share_weights
 from dkfac.stacks import Stack, make_stacks
 from dkfac.state import LayerState
 from dkfac.tape import Tape
@@ -48,11 +51,11 @@ class Runner:
         self.index = {layer.name: i for i, layer in enumerate(layers)}
         self.tape, self.exchange, self.notices = tape, exchange, notices
         self.rank = 0 if exchange is None else exchange.rank
-        tape.defer_errors = exchange is not None
+        tape.defer_errors, tape.rank = exchange is not None, self.rank
         self.set_overlap()
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
-        self.renewal = renew.Renewal()
+        self.renewal, self.later = renew.Renewal(), Later(settings)
         self.graph, self.absorber = StepGraph(tape.waiting.staged.pool), Absorber(tape.waiting.staged.pool)
         self._refreshed_at = -1
         self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
@@ -62,7 +65,7 @@ class Runner:
         self.measuring = self.decomposing = True
         self.delicate: set[str] = set()
         """Layers whose gradients TF32 would spoil."""
-        self.counters: dict[str, int] = {"refreshes": 0, **dict.fromkeys(RUNGS, 0)}
+        self.counters: dict[str, int] = dict.fromkeys(("refreshes", "late", *RUNGS), 0)
         self.device: dict[str, Tensor] = {}
         """Counters and norms that live on the device."""
         self._health = health.Watch()
@@ -75,7 +78,7 @@ class Runner:
         self._arrived: torch.cuda.Event | None = None
 
     def set_overlap(self) -> None:
-        if self.exchange is not None and self.settings.overlap and self.settings.fisher != "exact":
+        if self.exchange is not None and self.settings.overlap and self.settings.fisher == "empirical":
             layers = frozenset() if self.tape.overlap is None else self.tape.overlap.layers
             self.tape.overlap = Overlap(self.exchange, self.tape, layers)
 
@@ -93,6 +96,10 @@ class Runner:
         self.renewal.join()
         self.renewal.look(self, all_of_it=True)
 
+    def close(self) -> None:
+        self.renewal.join()
+        self.later.close()
+
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
         adam = self.is_adam and self.rank in self.placements[name].preconditioned_by
@@ -107,11 +114,16 @@ class Runner:
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
         self._keep_bases()
         self._places.clear()
-        self.counters = {"refreshes": 0, **dict.fromkeys(RUNGS, 0), **loaded.counters}
+        self.counters = dict.fromkeys(("refreshes", "late", *RUNGS), 0) | loaded.counters
         self._flag = None
         self.renewal.forget()
+        self.later.forget()
         self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
         self.publish_bases()
+        begun = {name: state for name, state in loaded.begun.items() if self.states[name].decomposed_at >= 0}
+        if begun:
+            layers = [layer for layer in self.layers if layer.name in begun]
+            self.later.restart(self, Begun(loaded.begun_at, layers, begun))
         for layer in self.layers if self.settings.tf32 else ():
             self.note_rounding(layer, stages.may_round(layer, self.states[layer.name], self.settings, self.step))
 
@@ -170,7 +182,7 @@ class Runner:
             with timer.stage("average", device):
                 good_batch = self._average(measured, good, device)
         with timer.stage("decompose", device), tf32(False, device):
-            self._decompose()
+            decompose(self)
         with timer.stage("precondition", device):
             if norms is not None or not self.graph.finish(self, optimizer):
                 norms = norms or stages.Norms(parameters, device)
@@ -189,7 +201,7 @@ class Runner:
         good = torch.ones((), dtype=torch.bool, device=device)
         if self.measuring:
             good = self._average(self.tape.take(), good, device)
-        self._decompose()
+        decompose(self)
         self.count("skipped_batches", ~good)
         self.step += 1
 
@@ -260,59 +272,6 @@ class Runner:
         if float(flag) > 0:
             self.exchange.raise_everywhere(self._error)
 
-    def _decompose(self) -> None:
-        """Refresh the decompositions; between refreshes only those of layers first seen since the last.
-
-        One process improves those it has in place and without waiting; several, and what is new, go the careful way.
-        """
-        new = {layer.name for layer in self.layers if self.states[layer.name].decomposed_at < 0}
-        if self.exchange is None:  # what was never called needs no look, which would wait for the device
-            new = {name for name in new if self.states[name].running}
-        due = {layer.name for layer in self.layers} if self.decomposing else set()
-        if self.exchange is None:
-            due = self.renewal.run(self, new)
-        if not due and not (self.measuring and new):
-            return
-        if self.exchange is not None:
-            conclude.end_warmup(self, self.exchange)
-        measured = shares.agree_on_means(self, due | new)
-        if self.exchange is not None and self.measuring:
-            conclude.look_at_calls(self)
-            if self.decomposing and self.settings.wire_form == "rows":
-                conclude.choose_rows(self, self.exchange)
-        layers = [layer for layer in self.layers if layer.name in due | new and layer.name in measured]
-        if layers:
-            self._decompose_with_care(layers)
-            if self.decomposing or any(layer.name in new for layer in layers):
-                self.count_refresh()
-
-    def _decompose_with_care(self, due: list[Layer]) -> None:
-        found: dict[str, dict[str, tuple[Decomposition | None, Rung]]] = {}
-        error: BaseException | None = None
-        try:
-            for layer in due:
-                keys = shares.decomposed_here(self, layer)
-                with tf32(False, layer.weight.device):
-                    found[layer.name] = stages.decompose(layer, self.states[layer.name], keys, self.settings, self.step)
-        except Exception as caught:
-            if self.exchange is None:
-                raise
-            error = caught
-        rungs = shares.agree_on_rungs(self, due, found, error)
-        results = shares.share_decompositions(self, due, found, rungs)
-        for layer in due:
-            state = self.states[layer.name]
-            stages.adopt(layer, state, rungs[layer.name], results[layer.name], self.settings, self.step)
-            for rung in rungs[layer.name].values():
-                self.counters[rung] += 1
-            if self.settings.tf32:
-                self.note_rounding(layer, stages.may_round(layer, state, self.settings, self.step))
-        self.notices.thawed()
-        self.publish_bases()
-        divided = [] if self.is_adam else due  # Adam has no damping
-        dominated = sum(stages.is_dominated(la, self.states[la.name], self.settings, self.step) for la in divided)
-        self.watch(dominated / len(due))
-
     def watch(self, dominated_share: float) -> None:
         """Warn if K-FAC does not pay."""
         self._health.look(
@@ -346,4 +305,4 @@ class Runner:
     def share_weights(self) -> None:
         """After the optimizer's step: get the weights that their owners updated."""
         if self.exchange is not None and self.plan.share == "weights":
-            shares.share_weights(self.exchange, self.by_name)
+            share_weights(self.exchange, self.by_name)

@@ -19,12 +19,12 @@ Rescale = Literal["auto", "norm", "norm-global", "kl-clip", "none"]
 Solver = Literal["eigen", "cholesky", "warm-eigen"]
 Curvature = Literal["auto", "kfac", "ekfac", "adam-eigen"]
 BasisDtype = Literal["float32", "bfloat16"]
-Fisher = Literal["empirical", "exact"]
+Fisher = Literal["empirical", "exact", "sampled"]
 WeightSharing = Literal["expand", "reduce"]
 LossTerms = Literal["batch", "token"]
 Accumulate = Literal["mean", "sum", "terms"]
 NormForm = Literal["unit", "full", "diagonal", "off"]
-ExactLoss = Literal["cross-entropy", "mse"]
+FisherLoss = Literal["cross-entropy", "bernoulli", "mse"]
 Strategy = Literal[
     "auto", "comm-opt", "sharded", "local", "replicated", "layer-wise", "factor-wise", "hybrid-opt", "mem-opt", "spd"
 ]
@@ -32,6 +32,7 @@ WireDtype = Literal["float32", "bfloat16", "float16"]
 WireForm = Literal["sums", "rows"]
 Share = Literal["gradients", "weights"]
 Fusion = Literal["one", "optimal", "spd"]
+InverseBackend = Literal["auto", "stream", "threads", "inline"]
 
 
 SCHEDULES = ("damping", "norm_damping", "factor_decay", "kl_clip")
@@ -78,10 +79,16 @@ class Settings:
     """``"bfloat16"`` keeps the eigenbases of ``curvature="adam-eigen"`` in half the memory, but for float64 models."""
 
     fisher: Fisher = "empirical"
-    """``"exact"``: Gauss-Newton, one extra backward per model output on factor steps; needs ``exact_loss``."""
+    """Whose gradients G is made of. ``"sampled"``: of labels drawn from the model's own prediction, one extra backward
+    on factor steps. ``"exact"``: its mean, the Gauss-Newton matrix, one extra backward per model output. Both need
+    ``fisher_loss``, and leave the training gradients alone."""
 
-    exact_loss: ExactLoss | None = None
-    """The loss whose Hessian ``fisher="exact"`` uses: mean ``cross-entropy``, or ``mse`` averaged over all outputs."""
+    fisher_loss: FisherLoss | None = None
+    """The loss that ``fisher`` is of: mean ``cross-entropy`` of logits; ``bernoulli`` (binary cross-entropy of logits)
+    or ``mse``, averaged over all outputs."""
+
+    fisher_fraction: float = 1.0
+    """``fisher="sampled"``: share of the examples, as 1/k, that labels are drawn for; others at each step."""
 
     weight_sharing: WeightSharing = "expand"
     """Positions (pixels, tokens) as rows of their own, or averaged (input) and summed (gradient) per example."""
@@ -100,6 +107,14 @@ class Settings:
     """One process: carry out a refresh over this many steps, some layers at each, instead of all in one. With solvers
     "cholesky" and "warm-eigen" a layer's new decomposition holds from the next step on, so that a GPU can work on it
     beside that step."""
+
+    inverse_lag: int = 0
+    """Decompositions of a step's factors are computed beside the steps that follow, and used from this many steps later
+    on, on all ranks; a layer's first one at once. At most the shortest interval between refreshes."""
+
+    inverse_backend: InverseBackend = "auto"
+    """Where, with ``inverse_lag``: on a stream of their own, on CPU threads, or, to compare with, in the step itself.
+    ``"auto"``: a stream on a GPU where nothing rounds its products to TF32, CPU threads elsewhere."""
 
     tf32: bool = False
     """On a GPU, multiply the float32 matrices of factors and of preconditioning, not of decompositions, as TF32: four
@@ -179,7 +194,7 @@ class Settings:
             if name == "loss_terms" and isinstance(value, int) and not isinstance(value, bool):
                 if value < 1:
                     raise bad(name, value, "an integer >= 1", consequence)
-            elif value is None and name in ("accumulate", "exact_loss", "wire_dtype", "fusion"):
+            elif value is None and name in ("accumulate", "fisher_loss", "wire_dtype", "fusion"):
                 continue
             elif not isinstance(value, str) or value not in options:
                 text = ", ".join(repr(option) for option in options)
@@ -203,9 +218,10 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise bad(name, value, f"an integer >= {least}", consequence)
         check_rhythm(self)
-        fraction: Any = self.statistics_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
-            raise bad("statistics_fraction", fraction, "a number > 0 and <= 1", "factors are measured on that share")
+        for name in ("statistics_fraction", "fisher_fraction"):
+            fraction: Any = getattr(self, name)
+            if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
+                raise bad(name, fraction, "a number > 0 and <= 1", "factors are measured on that share")
         if (
             isinstance(self.skip, str)
             or not isinstance(self.skip, Iterable)
@@ -278,7 +294,7 @@ _CHOICES: tuple[tuple[str, Any, str], ...] = (
     ("curvature", Curvature, "it decides the eigenvalues in use"),
     ("basis_dtype", BasisDtype, "eigenbases are kept in it"),
     ("fisher", Fisher, "it decides which gradients G is made of"),
-    ("exact_loss", ExactLoss, "it decides the Hessian that is propagated back"),
+    ("fisher_loss", FisherLoss, "it decides the Hessian that is propagated back"),
     ("weight_sharing", WeightSharing, "it decides how positions enter the factors"),
     ("loss_terms", LossTerms, "the scale of G, and so the meaning of damping, depends on it"),
     ("accumulate", Accumulate, "the scale of G depends on how micro-batch losses were combined"),
@@ -287,6 +303,7 @@ _CHOICES: tuple[tuple[str, Any, str], ...] = (
     ("wire_dtype", WireDtype, "factors travel in it"),
     ("wire_form", WireForm, "it decides what travels of a factor"),
     ("share", Share, "it decides what the owner of a layer sends"),
+    ("inverse_backend", InverseBackend, "it decides where decompositions are computed"),
     ("fusion", Fusion, "it decides which factors are reduced together"),
 )
 _RANGES: tuple[tuple[str, float, float, bool, str], ...] = (
@@ -303,5 +320,6 @@ _INTEGERS: tuple[tuple[str, int, str], ...] = (
     ("split_dim", 1, "it is the size of a matrix; None leaves factors whole"),
     ("split_warmup", 0, "it counts steps"),
     ("spread_refresh", 1, "it counts steps"),
+    ("inverse_lag", 0, "it counts steps"),
     ("max_failures", 1, "it counts failed decompositions in a row"),
 )

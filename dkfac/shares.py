@@ -32,9 +32,9 @@ def decomposed_here(runner: Runner, layer: Layer) -> list[str]:
     return [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if runner.rank in ranks]
 
 
-def agree_on_means(runner: Runner, due: set[str]) -> set[str]:
-    """Set the mean eigenvalues of the layers that are due on all ranks; returns which layers have statistics. Waits for
-    the device."""
+def agree_on_means(runner: Runner) -> dict[str, dict[str, Tensor]]:
+    """Return the factors' mean eigenvalues, the same on all ranks, of the layers that have statistics. Waits for the
+    device."""
     has: list[Tensor | float] = []
     means: list[Tensor] = []
     for layer in runner.layers:
@@ -56,19 +56,16 @@ def agree_on_means(runner: Runner, due: set[str]) -> set[str]:
         together = together[len(told) :]
         flags, joined = together[: len(has)], together[len(has) :]
     counts, position = iter(flags.tolist()), 0
-    measured: set[str] = set()
+    means_of: dict[str, dict[str, Tensor]] = {}
     for layer in runner.layers:
-        state = runner.states[layer.name]
         complete = min(next(counts) for _ in layer.spec.factors) > 0
         found = {}
         for factor in layer.spec.factors:
             found[factor.key] = joined[position : position + factor.num_blocks].to(layer.weight.device, layer.dtype)
             position += factor.num_blocks
         if complete:
-            if layer.name in due:
-                state.means = found
-            measured.add(layer.name)
-    return measured
+            means_of[layer.name] = found
+    return means_of
 
 
 def _check_schedules(sums: list[float], world_size: int, step: int) -> None:
@@ -118,9 +115,10 @@ def agree_on_rungs(
 
 
 def share_decompositions(
-    runner: Runner, due: Iterable[Layer], found: Found, rungs: dict[str, dict[str, Rung]]
+    runner: Runner, due: Iterable[Layer], found: Found, rungs: dict[str, dict[str, Rung]], since: int
 ) -> dict[str, dict[str, Decomposition]]:
-    """Return the new decompositions that this rank is to hold, its own and those of others."""
+    """Return the new decompositions that this rank is to hold, its own and those of others. ``since``: the step of the
+    factors."""
     own = {layer.name: {key: d for key, (d, _) in found.get(layer.name, {}).items() if d is not None} for layer in due}
     exchange = runner.exchange
     if exchange is None:
@@ -131,7 +129,7 @@ def share_decompositions(
         decomposition = own.get(part.layer, {}).get(part.key)
         if decomposition is None or rungs[part.layer][part.key] in ("kept", "raw"):
             return None
-        pieces = stages.pieces(by_name[part.layer], part.key, runner.settings, runner.step)
+        pieces = stages.pieces(by_name[part.layer], part.key, runner.settings, since)
         return pack_decomposition(decomposition, solver, pieces)
 
     by_name = {layer.name: layer for layer in due}
@@ -145,7 +143,7 @@ def share_decompositions(
         own[name][key] = unpack_decomposition(
             flat.to(layer.weight.device),
             factor,
-            stages.pieces(layer, key, runner.settings, runner.step),
+            stages.pieces(layer, key, runner.settings, since),
             is_inverse=is_inverse,
             packed=solver == "cholesky",
         )

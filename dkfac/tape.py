@@ -45,7 +45,8 @@ class Tape:
         self.without_moments: set[str] = set()
         """EKFAC: layers whose moments cannot be measured."""
         self.column: int | None = None
-        """Exact Fisher: which column of the Hessian's root is being propagated; None in the user's backward."""
+        """Exact or sampled Fisher: which column is being propagated; None in the user's backward."""
+        self.rank = 0
         by_example = settings.weight_sharing == "reduce" or settings.curvature == "ekfac"
         self.sample = Sample(settings.measure_every, 0, by_example)
         self._scaler = scaler
@@ -63,7 +64,7 @@ class Tape:
         self.may_wait = self.waits = True
         """Whether calls may be summed later than they are recorded."""
         kinds = settings.weight_sharing, settings.fisher, settings.curvature == "ekfac"
-        self._is_plain, self._is_exact = kinds == ("expand", "empirical", False), settings.fisher == "exact"
+        self._is_plain, self._is_exact = kinds == ("expand", "empirical", False), settings.fisher != "empirical"
         self._lock = threading.RLock()
         self._task = -1
         self._counted = False

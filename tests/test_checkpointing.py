@@ -127,7 +127,7 @@ def test_a_checkpointed_model_equals_one_with_checkpointed_blocks(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "options", [{"curvature": "ekfac"}, {"fisher": "exact", "exact_loss": "mse"}], ids=["ekfac", "exact"]
+    "options", [{"curvature": "ekfac"}, {"fisher": "exact", "fisher_loss": "mse"}], ids=["ekfac", "exact"]
 )
 def test_moments_and_the_exact_fisher_are_the_same_under_checkpointing(mode, options):
     if mode == "reentrant" and "fisher" in options:

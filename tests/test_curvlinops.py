@@ -100,7 +100,7 @@ def theirs(model, x, target, loss, fisher, sharing):
 
 
 def ours(model, x, target, loss, fisher, sharing, loss_terms):
-    options = {"fisher": fisher, "exact_loss": loss, "weight_sharing": sharing, "loss_terms": loss_terms}
+    options = {"fisher": fisher, "fisher_loss": loss, "weight_sharing": sharing, "loss_terms": loss_terms}
     with KFAC(model, **(EXACT | options)) as kfac:
         output = model(x)
         if loss == "mse":

@@ -13,8 +13,8 @@ from torch.func import functional_call
 
 from dkfac import KFAC
 
-EXACT_MSE = {"fisher": "exact", "exact_loss": "mse"}
-EXACT_CE = {"fisher": "exact", "exact_loss": "cross-entropy"}
+EXACT_MSE = {"fisher": "exact", "fisher_loss": "mse"}
+EXACT_CE = {"fisher": "exact", "fisher_loss": "cross-entropy"}
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_the_full_factor_of_a_norm_layer_is_its_gauss_newton_block(bias, loss):
     exact = mean_square if loss == "mse" else lambda logits: F.cross_entropy(logits.reshape(6, 3), labels)
     block = gauss_newton(model, "1", x, exact)
     backward = mse_to_noise if loss == "mse" else cross_entropy_to_noise
-    factors = factors_after_one_step(model, x, backward, norm_form="full", fisher="exact", exact_loss=loss)
+    factors = factors_after_one_step(model, x, backward, norm_form="full", fisher="exact", fisher_loss=loss)
     assert_close(factors["1"]["F"], block)
 
 
@@ -225,8 +225,8 @@ def test_micro_batches_change_nothing_whatever_the_loop_divides_by(accumulate):
     assert_solved(ref.gradient_blocks(model[0]), oracle_direction(expected["0"], before, 1e-2))
 
 
-def test_without_exact_loss_it_is_refused():
-    with pytest.raises(ValueError, match=r'fisher="exact" needs exact_loss="cross-entropy" or "mse"'):
+def test_without_fisher_loss_it_is_refused():
+    with pytest.raises(ValueError, match=r'fisher="exact" needs fisher_loss="cross-entropy", "bernoulli" or "mse"'):
         KFAC(nn.Linear(3, 2), fisher="exact", announce=False)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from dkfac import KFAC
 
 EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 2, "inverse_interval": 4}
-FISHERS = [{"fisher": "empirical"}, {"fisher": "exact", "exact_loss": "cross-entropy"}]
+FISHERS = [{"fisher": "empirical"}, {"fisher": "exact", "fisher_loss": "cross-entropy"}]
 
 
 def make_model(seed=0):

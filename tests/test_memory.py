@@ -13,7 +13,7 @@ from torch import nn
 from dkfac import KFAC
 
 EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 2, "inverse_interval": 4}
-EXACT_FISHER = {"fisher": "exact", "exact_loss": "cross-entropy"}
+EXACT_FISHER = {"fisher": "exact", "fisher_loss": "cross-entropy"}
 MEGABYTE = 1_000_000
 
 

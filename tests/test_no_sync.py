@@ -169,7 +169,7 @@ VARIANTS = {
     "no average": {"factor_decay": 0.0},
     "scheduled": {"damping": lambda step: 0.1 / (step + 1), "factor_decay": lambda step: 0.9},
     "tokens": {"loss_terms": "token"},
-    "exact": {"fisher": "exact", "exact_loss": "cross-entropy"},
+    "exact": {"fisher": "exact", "fisher_loss": "cross-entropy"},
 }
 
 

@@ -83,7 +83,7 @@ CASES = {
     "a step dropped": {"drop": (2, 5)},
     "every second step": {"factor_interval": 2},
     "local": {"strategy": "local"},
-    "exact Fisher": {"fisher": "exact", "exact_loss": "cross-entropy"},
+    "exact Fisher": {"fisher": "exact", "fisher_loss": "cross-entropy"},
 }
 
 

@@ -78,7 +78,7 @@ def test_sixty_four_ranks_train_like_one_process(strategy):
 
 # --- every other setting that ranks have a part in ---------------------------------------------------------------
 
-EXACT_FISHER = {"fisher": "exact", "exact_loss": "cross-entropy"}
+EXACT_FISHER = {"fisher": "exact", "fisher_loss": "cross-entropy"}
 VARIANTS = {
     "cholesky, norm": {"solver": "cholesky", "rescale": "norm"},
     "cholesky, relative": {"solver": "cholesky", "damping_mode": "relative", "damping": 0.1, "net": "tiny"},

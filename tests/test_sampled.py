@@ -270,7 +270,7 @@ def test_the_exact_fisher_is_sampled_too():
     """A column of the Hessian's root is measured on the same rows as the inputs."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, target = randn(5, 4, 3), randn(5, 4, 2)
-    options = BATCH_ONLY | {"fisher": "exact", "exact_loss": "mse", "loss_terms": "token"}
+    options = BATCH_ONLY | {"fisher": "exact", "fisher_loss": "mse", "loss_terms": "token"}
     loss = nn.functional.mse_loss
     seen = []
     with KFAC(model, **options, statistics_fraction=0.5) as kfac:

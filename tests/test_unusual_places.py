@@ -58,7 +58,7 @@ def test_terms_are_not_used_up_by_a_pass_that_does_not_count():
 @pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Tanh(), nn.Softmax(-1), nn.ReLU()], ids=str)
 def test_the_exact_fisher_goes_with_a_model_that_ends_in_an_activation(activation):
     model, (x, y) = nn.Sequential(*mlp(), activation), batch(6, 4)
-    kfac = attach(model, fisher="exact", exact_loss="mse")
+    kfac = attach(model, fisher="exact", fisher_loss="mse")
     mean_loss(model(x), y).backward()
     kfac.step()
     assert set(kfac.factors()["4"]) == {"A", "G"}

@@ -1,4 +1,4 @@
-"""The command line: ``dkfac measure`` and ``dkfac plan``."""
+"""The command line: ``dkfac measure``, ``plan`` and ``run``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dkfac.cli import measure, plan
+from dkfac.cli import measure, plan, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     measure.add_to(commands)
     plan.add_to(commands)
+    run.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         status: int = given.run(given)

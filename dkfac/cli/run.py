@@ -1,0 +1,73 @@
+"""``dkfac run``: add K-FAC to a training script that knows nothing of it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import runpy
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+
+def add_to(commands: Any) -> None:
+    from dkfac.settings import Strategy
+
+    parser = commands.add_parser(
+        "run",
+        help="add K-FAC to a training script that knows nothing of it",
+        description="Runs a script and adds K-FAC where its model first trains with the optimizer it built. Under "
+        "torchrun: torchrun --nproc-per-node N -m dkfac run train.py arguments of the script",
+    )
+    add = parser.add_argument
+    add("--strategy", choices=get_args(Strategy), help="who does what under torch.distributed")
+    add("--damping", type=float, help="added to the curvature")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="any setting; may be given several times")
+    add("--target", help="with several optimizers: the number of one, or the class of an optimizer or model")
+    add("script", type=Path, help="the script, followed by its own arguments")
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    if not given.script.is_file():
+        raise ValueError(f"there is no script {given.script}")
+    options = read_options(given)
+    from dkfac.cli.watch import Watch, say
+
+    sys.argv = [str(given.script), *given.arguments]
+    sys.path[0] = str(given.script.resolve().parent)
+    with Watch(options, given.target) as watch:
+        runpy.run_path(str(given.script), run_name="__main__")
+    missed = watch.last_word()
+    if missed is None:
+        return 0
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(f"K-FAC was not attached: {missed}")
+    return 3
+
+
+def read_options(given: argparse.Namespace) -> dict[str, Any]:
+    """Return K-FAC's settings, checked before the script starts."""
+    from dkfac.settings import Settings
+
+    options: dict[str, Any] = {}
+    for text in given.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--set {text}: a setting is NAME=VALUE, as in --set inverse_interval=50")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            options[name] = value
+    for name in ("strategy", "damping"):
+        if getattr(given, name) is not None:
+            options[name] = getattr(given, name)
+    known = {field.name for field in fields(Settings)}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"--set {unknown[0]}: K-FAC has no such setting; it has {', '.join(sorted(known))}")
+    Settings(**options)
+    return options

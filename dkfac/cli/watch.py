@@ -1,0 +1,125 @@
+"""Watches a script that knows nothing of K-FAC, and attaches it where the model first trains."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from dkfac.kfac import KFAC
+
+OWNED = 0.5
+"""Share of an optimizer's parameters that a module must own to be its model."""
+
+
+class Watch:
+    """Notes the optimizers and gradient scalers that a script builds; at the first forward that trains what one of them
+    steps, attaches K-FAC to both."""
+
+    def __init__(self, options: dict[str, Any], target: str | None) -> None:
+        self.options, self.target = options, target
+        self.attached: KFAC | None = None
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        self._scalers: list[ref[Any]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Watch:
+        self._note(torch.optim.Optimizer, self._optimizers)
+        self._note(torch.amp.GradScaler, self._scalers)
+        call: Any = nn.Module.__call__
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._look(module)  # before the call: a hook that is added in it would not see it
+            return call(module, *args, **kwargs)
+
+        nn.Module.__call__ = watched  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(nn.Module, "__call__", call))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _note(self, kind: Any, found: list[ref[Any]]) -> None:
+        """Keep what is built of a class, whoever builds it."""
+        build = kind.__init__
+
+        def built(instance: Any, *args: Any, **kwargs: Any) -> None:
+            build(instance, *args, **kwargs)
+            found.append(ref(instance))
+
+        kind.__init__ = built
+        self._undo.append(lambda: setattr(kind, "__init__", build))
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those that are alive, in the order in which they were built."""
+        alive = [found() for found in self._optimizers]
+        return [o for o in alive if o is not None]
+
+    def _look(self, module: nn.Module) -> None:
+        if self.attached is not None or not module.training or not torch.is_grad_enabled():
+            return
+        owned = [o for o in self.optimizers() if _share(o, module) >= OWNED]
+        if not owned:
+            return
+        chosen = self._choose(owned, module)
+        if chosen is None:
+            return
+        self.__exit__()
+        alive = [scaler for found in self._scalers if (scaler := found()) is not None and scaler.is_enabled()]
+        self.attached = KFAC(module, chosen, grad_scaler=alive[-1] if alive else None, **self.options)
+
+    def _choose(self, owned: list[torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer | None:
+        """Return the optimizer to attach to; None: not this module's."""
+        every = self.optimizers()
+        if self.target is None:
+            if len(every) > 1:
+                raise SystemExit(self._explain(every))
+            return every[0]
+        wanted = [o for i, o in enumerate(every, 1) if self.target in (str(i), type(o).__name__)]
+        if len(wanted) > 1:
+            raise SystemExit(self._explain(every))
+        if wanted:
+            return wanted[0] if wanted[0] in owned else None
+        return owned[0] if self.target == type(_inner(module)).__name__ else None
+
+    def _explain(self, every: list[torch.optim.Optimizer]) -> str:
+        lines = [f"dkfac run: the script has {len(every)} optimizers; say which one K-FAC is for:"]
+        for number, optimizer in enumerate(every, 1):
+            count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            lines.append(f"  --target {number}  {type(optimizer).__name__} of {count:,} parameters")
+        return "\n".join([*lines, "or --target and the class name of the model"])
+
+    def last_word(self) -> str | None:
+        """Return why K-FAC was not attached, if it was not."""
+        if self.attached is not None:
+            return None
+        if not self._optimizers:
+            return "the script built no torch.optim optimizer, so there was nothing to add K-FAC to"
+        if self.target is not None:
+            return f"nothing that was trained fits --target {self.target}"
+        return "no module that owns the optimizer's parameters was called while it was training"
+
+
+def _share(optimizer: torch.optim.Optimizer, module: nn.Module) -> float:
+    """Return which share of an optimizer's parameters a module owns."""
+    own = {id(p) for p in module.parameters()}
+    stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    return sum(number in own for number in stepped) / max(1, len(stepped))
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Return the model inside a wrapper."""
+    for name in ("module", "_orig_mod"):
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module):
+            return _inner(inner)
+    return module
+
+
+def say(text: str) -> None:
+    print(f"dkfac run: {text}", file=sys.stderr)

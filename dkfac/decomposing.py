@@ -1,0 +1,94 @@
+"""A refresh of decompositions: what is due, decomposed now or beside the steps to come, agreed on and shared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dkfac import conclude, shares, stages
+from dkfac.layers.layer import Layer
+from dkfac.ops.precision import tf32
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
+
+
+def decompose(runner: Runner) -> None:
+    """Refresh the decompositions; between refreshes only those of layers first seen since the last.
+
+    One process improves those it has in place and without waiting; several, and what is new, go the careful way. With
+    ``inverse_lag`` what is not new is begun here and taken up at a later step.
+    """
+    take_up(runner)
+    lag = runner.settings.inverse_lag
+    new = {layer.name for layer in runner.layers if runner.states[layer.name].decomposed_at < 0}
+    if runner.exchange is None:  # what was never called needs no look, which would wait for the device
+        new = {name for name in new if runner.states[name].running}
+    due = {layer.name for layer in runner.layers} if runner.decomposing else set()
+    if runner.exchange is None and not lag:
+        due = runner.renewal.run(runner, new)
+    if not due and not (runner.measuring and new):
+        return
+    if runner.exchange is not None:
+        conclude.end_warmup(runner, runner.exchange)
+    means = shares.agree_on_means(runner)
+    if runner.exchange is not None and runner.measuring:
+        conclude.look_at_calls(runner)
+        if runner.decomposing and runner.settings.wire_form == "rows":
+            conclude.choose_rows(runner, runner.exchange)
+    layers = [layer for layer in runner.layers if layer.name in due | new and layer.name in means]
+    if lag:
+        runner.later.begin(runner, [layer for layer in layers if layer.name not in new], means)
+        layers = [layer for layer in layers if layer.name in new]
+    for layer in layers:
+        runner.states[layer.name].means = means[layer.name]
+    if layers:
+        _decompose_now(runner, layers)
+        if runner.decomposing or any(layer.name in new for layer in layers):
+            runner.count_refresh()
+
+
+def take_up(runner: Runner) -> None:
+    """Use what was begun earlier if its step has come."""
+    later = runner.later
+    if not later.is_due(runner.step):
+        return
+    begun = later.take(runner)
+    for layer in begun.layers:
+        runner.states[layer.name].means = begun.states[layer.name].means
+    _adopt(runner, begun.layers, begun.found, begun.error, begun.since)
+    runner.count_refresh()
+
+
+def _decompose_now(runner: Runner, due: list[Layer]) -> None:
+    found: shares.Found = {}
+    error: BaseException | None = None
+    try:
+        for layer in due:
+            keys = shares.decomposed_here(runner, layer)
+            with tf32(False, layer.weight.device):
+                state = runner.states[layer.name]
+                found[layer.name] = stages.decompose(layer, state, keys, runner.settings, runner.step)
+    except Exception as caught:
+        if runner.exchange is None:
+            raise
+        error = caught
+    _adopt(runner, due, found, error, runner.step)
+
+
+def _adopt(runner: Runner, due: list[Layer], found: shares.Found, error: BaseException | None, since: int) -> None:
+    """Agree on how it went, share what was found, and use it from now on. ``since``: the step of the factors."""
+    settings = runner.settings
+    rungs = shares.agree_on_rungs(runner, due, found, error)
+    results = shares.share_decompositions(runner, due, found, rungs, since)
+    for layer in due:
+        state = runner.states[layer.name]
+        stages.adopt(layer, state, rungs[layer.name], results[layer.name], settings, since)
+        for rung in rungs[layer.name].values():
+            runner.counters[rung] += 1
+        if settings.tf32:
+            runner.note_rounding(layer, stages.may_round(layer, state, settings, runner.step))
+    runner.notices.thawed()
+    runner.publish_bases()
+    divided = [] if runner.is_adam else due  # Adam has no damping
+    dominated = sum(stages.is_dominated(la, runner.states[la.name], settings, runner.step) for la in divided)
+    runner.watch(dominated / len(due))
