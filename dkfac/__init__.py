@@ -9,8 +9,9 @@ if _typing.TYPE_CHECKING:
     from dkfac import distributed
     from dkfac.advice import suggest
     from dkfac.kfac import KFAC, detach
+    from dkfac.trust import LevenbergMarquardt
 
-__all__ = ["KFAC", "Settings", "__version__", "detach", "distributed", "suggest"]
+__all__ = ["KFAC", "LevenbergMarquardt", "Settings", "__version__", "detach", "distributed", "suggest"]
 __version__ = "0.1.0"
 
 
@@ -22,6 +23,8 @@ def __getattr__(name: str) -> _typing.Any:
         return getattr(kfac, name)
     if name == "distributed":
         return _importlib.import_module("dkfac.distributed")
+    if name == "LevenbergMarquardt":
+        return _importlib.import_module("dkfac.trust").LevenbergMarquardt
     if name == "suggest":
         return _importlib.import_module("dkfac.advice").suggest
     raise AttributeError(f"module 'dkfac' has no attribute {name!r}")

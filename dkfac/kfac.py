@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from dkfac import adam, checkpoint, owned, report
+from dkfac import adam, checkpoint, loop, owned, report, trust
 from dkfac.attach import (
     check_arguments,
     check_layers,
@@ -123,6 +123,14 @@ class KFAC:
             raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
         self._run(lr)
 
+    def lm_step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
+        """Take the optimizer's step and, every few steps, change a ``damping=dkfac.LevenbergMarquardt(...)`` by how
+        well the quadratic model predicted it. ``loss``: of this batch; ``closure`` returns it again, after the step.
+        """
+        damping = trust.check(self.settings, self._optimizer)
+        assert self._optimizer is not None
+        trust.step(self._runner, self._model, self._optimizer, damping, loss, closure)
+
     def set_terms(self, n: Tensor | float, mask: Tensor | None = None) -> None:
         """Say that the next backward pass is a mean over ``n`` terms (padding, ignored labels), before it runs.
 
@@ -178,6 +186,8 @@ class KFAC:
             **runner.later.saved(),
         )
         state["share"] = self.settings.share
+        if isinstance(self.settings.damping, trust.LevenbergMarquardt):
+            state["damping"] = self.settings.damping.value
         if self.settings.share == "weights" and self._optimizer is not None and not runner.is_adam:
             for layer in self.layers:
                 if runner.rank in runner.placements[layer.name].preconditioned_by:
@@ -195,6 +205,8 @@ class KFAC:
         runner = self._runner
         loaded = checkpoint.load(state, self._by_name, runner.holds)
         self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
+        if isinstance(self.settings.damping, trust.LevenbergMarquardt):
+            self.settings.damping.value = float(state.get("damping", self.settings.damping.value))
         runner.resume(loaded)
         for layer in () if runner.is_adam else self.layers:
             saved = state["layers"][layer.name].get("optimizer")
@@ -268,7 +280,7 @@ class KFAC:
         self._give_back()  # of a step that did not end
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            if not self._is_dummy(optimizer):
+            if not loop.is_dummy(optimizer, self._parameters()):
                 self._run(None)
             return None
 
@@ -301,20 +313,15 @@ class KFAC:
             self._stepped = False
             self._runner.share_weights()
 
-    def _is_dummy(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if optimizer.state or any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
-            return False
-        return not any(bool(p.grad.any()) for p in self._parameters() if p.grad is not None)
-
     def _run(self, lr: float | None) -> None:
         """Take K-FAC's part of a step, whatever precision the loop runs in."""
-        self._check_scaler()
+        loop.check_scaler(self._optimizer, has_scaler=self._probe.has_scaler)
         check_world(self._runner.plan.world_size, self._process_group)
         device_type = self.layers[0].weight.device.type
+        needs_rates = self.settings.rescale == "kl-clip"
+        rates = loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            self._runner.take_step(self._optimizer, self._parameters(), self._rates(lr))
+            self._runner.take_step(self._optimizer, self._parameters(), rates)
         self._stepped = True
         self._hide_stepped()
         self._plan_next()
@@ -331,20 +338,3 @@ class KFAC:
         if self._optimizer is None:
             return list(self._model.parameters())
         return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _rates(self, lr: float | None) -> dict[int, Any]:
-        """Learning rates by the parameters' ids, where they are needed."""
-        if self.settings.rescale != "kl-clip":
-            return {}
-        if self._optimizer is not None:
-            return {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        if lr is None:
-            raise ValueError('rescale="kl-clip" needs the learning rate: call kfac.step(lr=...)')
-        return {id(p): lr for p in self._model.parameters()}
-
-    def _check_scaler(self) -> None:
-        if not self._probe.has_scaler and getattr(self._optimizer, "grad_scale", None) is not None:
-            raise RuntimeError(
-                "a GradScaler steps this optimizer: pass KFAC(..., grad_scaler=scaler), so that the loss scale does "
-                "not enter the statistics"
-            )

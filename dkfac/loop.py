@@ -1,0 +1,36 @@
+"""What K-FAC reads off the optimizer and the training loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_dummy(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if optimizer.state or any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
+        return False
+    return not any(bool(p.grad.any()) for p in parameters if p.grad is not None)
+
+
+def learning_rates(
+    optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor], lr: float | None
+) -> dict[int, Any]:
+    """Return learning rates by the parameters' ids. ``lr``: given by hand where there is no optimizer."""
+    if optimizer is not None:
+        return {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    if lr is None:
+        raise ValueError('rescale="kl-clip" needs the learning rate: call kfac.step(lr=...)')
+    return {id(p): lr for p in parameters}
+
+
+def check_scaler(optimizer: torch.optim.Optimizer | None, *, has_scaler: bool) -> None:
+    if not has_scaler and getattr(optimizer, "grad_scale", None) is not None:
+        raise RuntimeError(
+            "a GradScaler steps this optimizer: pass KFAC(..., grad_scaler=scaler), so that the loss scale does "
+            "not enter the statistics"
+        )
