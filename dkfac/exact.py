@@ -40,7 +40,7 @@ def columns(output: Tensor, loss: FisherLoss, *, by_token: bool) -> Iterator[Ten
             column[..., c] += p[..., c].sqrt()
             yield column.to(output.dtype)
         return
-    width = _width(output, by_token)
+    width = term_width(output, by_token)
     root = torch.full_like(wide, math.sqrt(2 / width))
     if loss == "bernoulli":
         p = wide.sigmoid()
@@ -62,10 +62,10 @@ def draw(output: Tensor, loss: FisherLoss, generator: torch.Generator, *, by_tok
             column = p - torch.zeros_like(p).flatten(0, -2).scatter_(1, labels, 1.0).view_as(p)
         case "bernoulli":
             p = wide.sigmoid()
-            column = (p - torch.bernoulli(p, generator=generator)) / math.sqrt(_width(output, by_token))
+            column = (p - torch.bernoulli(p, generator=generator)) / math.sqrt(term_width(output, by_token))
         case "mse":
             noise = torch.empty_like(wide).normal_(generator=generator)
-            column = noise * math.sqrt(2 / _width(output, by_token))
+            column = noise * math.sqrt(2 / term_width(output, by_token))
     return column.to(output.dtype)
 
 
@@ -73,7 +73,7 @@ def _wide(output: Tensor) -> Tensor:
     return output.detach().float() if output.dtype.itemsize < 4 else output.detach()
 
 
-def _width(output: Tensor, by_token: bool) -> int:
+def term_width(output: Tensor, by_token: bool) -> int:
     """Return how many outputs the loss of a term is a mean of."""
     return output.shape[-1] if by_token else math.prod(output.shape[1:])
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from dkfac import adam, checkpoint, loop, owned, report, trust
+from dkfac import adam, checkpoint, loop, owned, quadratic, report, trust
 from dkfac.attach import (
     check_arguments,
     check_layers,
@@ -88,6 +88,8 @@ class KFAC:
             self._probe.before_forward = self._before_forward
         self._closed = self._stepped = False
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._moves: dict[int, Tensor] = {}
+        """Of ``quadratic_step``: the parameters' last ones, by id."""
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -130,6 +132,12 @@ class KFAC:
         damping = trust.check(self.settings, self._optimizer)
         assert self._optimizer is not None
         trust.step(self._runner, self._model, self._optimizer, damping, loss, closure)
+
+    def quadratic_step(self, closure: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Move the parameters by preconditioned gradients, with the length and momentum at which the quadratic model of
+        the loss is least, instead of ``optimizer.step()``. ``closure`` returns loss and output of the model."""
+        parameters = [p for p in self._parameters() if p.grad is not None]
+        quadratic.take(self._runner, self._model, parameters, self._moves, lambda: self._run(None), closure)
 
     def set_terms(self, n: Tensor | float, mask: Tensor | None = None) -> None:
         """Say that the next backward pass is a mean over ``n`` terms (padding, ignored labels), before it runs.
@@ -192,6 +200,7 @@ class KFAC:
             for layer in self.layers:
                 if runner.rank in runner.placements[layer.name].preconditioned_by:
                     state["layers"][layer.name]["optimizer"] = owned.save(self._optimizer, layer)
+        state |= quadratic.saved(self._model, self._moves)
         if gather and runner.exchange is not None:
             parts = runner.exchange.gather_state(state)
             return {} if parts is None else checkpoint.merge(parts)
@@ -214,6 +223,7 @@ class KFAC:
                 report.warn_of_lost_optimizer(layer.name)
             if saved and self._optimizer is not None and runner.steps(layer.name):
                 owned.load(self._optimizer, layer, saved)
+        self._moves = quadratic.loaded(self._model, state)
         self._tape.discard()
         self._plan_next()
 

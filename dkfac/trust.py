@@ -34,7 +34,7 @@ class LevenbergMarquardt:
     """
 
     def __init__(
-        self, initial: float = 1e-2, *, low: float = 1e-7, high: float = 1e3, every: int = 5, factor: float = 0.95
+        self, initial: float = 1e-2, *, low: float = 1e-6, high: float = 1e3, every: int = 5, factor: float = 0.95
     ) -> None:
         if not 0 < low <= initial <= high:
             raise ValueError(f"LevenbergMarquardt: 0 < low <= initial <= high, not {low}, {initial}, {high}")
@@ -99,7 +99,7 @@ def step(
         linear = sum((move * grad).sum().double() for move, grad in zip(moves, raw, strict=True))
         ridge = used * sum(move.square().sum().double() for move in moves)
         curved = _curvature(runner, dict(zip(map(id, parameters), moves, strict=True)))
-        with _buffers_kept(model):
+        with buffers_kept(model):
             loss_after = closure()
     told = vector([loss_before, loss_after, curved], runner.layers[0].weight.device)
     if runner.exchange is not None:
@@ -139,7 +139,7 @@ def _canonical(layer: Layer, moves: dict[int, Tensor]) -> Tensor:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Let a forward leave running statistics as they are."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

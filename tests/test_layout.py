@@ -78,6 +78,7 @@ MAY_IMPORT = {
     "checkpoint": {"layers", "ops", "plan", "state"},
     "owned": {"layers"},
     "loop": set(),
+    "quadratic": {"comm", "exact", "exchange", "run", "settings", "trust"},
     "trust": {"comm", "exchange", "layers", "ops", "run"},
     "overlap": {"comm", "exchange", "layers", "reduce", "sums", "tape"},
     "conclude": {"exchange", "plan", "reduce", "run"},
