@@ -11,6 +11,7 @@ from torch import Tensor
 from dkfac import reduce, stages
 from dkfac.ops import many
 from dkfac.ops.fused import absorb_
+from dkfac.plan.spec import is_input
 from dkfac.replay import Captured, Pool
 from dkfac.stacks import Stack
 from dkfac.window import Measured
@@ -76,7 +77,7 @@ def _is_same(
         if total.dtype is not value.dtype or not total.is_contiguous():
             return False
         totals.append(total)
-        scales.append(1 / sums.rows if key == "A" else scale)
+        scales.append(1 / sums.rows if is_input(key) else scale)
     return True
 
 
@@ -93,7 +94,7 @@ def _absorb(
             if all(total is None for total in totals):
                 continue
             scales: list[Tensor | float] = [scale] * len(stack)
-            if key == "A":
+            if is_input(key):
                 scales = [1.0 if s is None or _is_zero(s.rows) else 1 / s.rows for s in sums]
             found.append((stack, key, totals, scales))
     moments = {name: s.moments for name, s in measured.layers.items() if s.moments is not None}

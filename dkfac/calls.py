@@ -150,6 +150,6 @@ def products(
         layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, patch_bytes=patch_bytes
     ):
         gradients = gradient_sum(layer, layer.spec.factor("G"), rows, weight, settings, parts=parts)
-        both = [input_sum(layer, rows, None, settings, parts=parts)[0], gradients]
+        both = [input_sum(layer, layer.spec.factors[0], rows, None, settings, parts=parts)[0], gradients]
         found = both if not found else [total.add_(more) for total, more in zip(found, both, strict=True)]
     return found[0], found[1]

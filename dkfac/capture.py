@@ -144,7 +144,7 @@ class LayerHook:
         self.is_conv = layer.kind == "conv"
         self.is_shared = not self.is_conv or set(module.kernel_size) == {1}
         """Whether others' sums of the same input are of use."""
-        self.is_plain = layer.kind in ("linear", "conv1d-transposed") or (
+        self.is_plain = layer.kind in ("linear", "linear-map", "conv1d-transposed") or (
             self.is_conv and module.padding_mode == "zeros" and not isinstance(module.padding, str)
         )
         """Whether the layer is one operation of its input as it is."""

@@ -66,6 +66,11 @@ def check_together(settings: Settings) -> None:
             f'fisher="{settings.fisher}" needs fisher_loss="cross-entropy", "bernoulli" or "mse": what the model\'s '
             "output predicts cannot be read off a backward pass"
         )
+    if not isinstance(settings.flattened, str) and settings.solver == "cholesky":
+        raise ValueError(
+            'flattened={...} with solver="cholesky": three factors are damped by their eigenvalues; use "eigen" or '
+            '"warm-eigen"'
+        )
     _check_adam(settings)
     if settings.cuda_graph and (settings.rescale == "kl-clip" or settings.curvature == "ekfac"):
         raise ValueError(

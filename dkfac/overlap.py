@@ -72,7 +72,7 @@ class Overlap:
             dim = tape.settings.batch_dim
             y, sample = output.detach(), tape.sample
             for rows in rows_of(layer, x, y, examples=examples, batch_dim=dim, batch_stats=False, sample=sample):
-                value, number = input_sum(layer, rows, tape.next_mask, tape.settings)
+                value, number = input_sum(layer, layer.spec.factors[0], rows, tape.next_mask, tape.settings)
                 total = value if total is None else total.add_(value)
                 count = count + number
         if total is not None:

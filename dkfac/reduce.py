@@ -14,7 +14,7 @@ from dkfac.exchange import Exchange, Named
 from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.plan.plan import Placement
 from dkfac.plan.program import HEADER_FIXED, Part, Transfer
-from dkfac.plan.spec import LayerSpec
+from dkfac.plan.spec import LayerSpec, is_input
 from dkfac.window import Measured
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def local_rows(runner: Runner, measured: Measured) -> Named:
 
 def over_terms(key: str, total: Tensor, unit: Tensor | float) -> Tensor:
     """Return a sum of gradients' products as a sum over terms of the loss; a sum over inputs as it is."""
-    if key == "A" or (isinstance(unit, float) and unit == 1.0):
+    if is_input(key) or (isinstance(unit, float) and unit == 1.0):
         return total
     return total * (unit.to(total.device, total.dtype) if isinstance(unit, Tensor) else unit)
 
@@ -158,7 +158,7 @@ class Reduced:
         scale = self._scale(runner, exchange)
 
         def scale_of(part: Part) -> Tensor:
-            return 1 / self.rows[runner.index[part.layer]].clamp(min=1) if part.key == "A" else scale
+            return 1 / self.rows[runner.index[part.layer]].clamp(min=1) if is_input(part.key) else scale
 
         for (name, key), factor in exchange.finish_rows(sent, scale_of).items():
             self.batch.setdefault(name, {})[key] = factor
@@ -173,7 +173,7 @@ class Reduced:
             i = runner.index[name]
             factor = stages.batch_factor(key, total, self.rows[i].clamp(min=1), scale)
             self.batch.setdefault(name, {})[key] = factor
-            has_inputs = runner.by_name[name].spec.factors[0].key == "A"
+            has_inputs = is_input(runner.by_name[name].spec.factors[0].key)
             self.absorb[name] = (self.calls[i] > 0) & (self.rows[i] > 0) if has_inputs else self.calls[i] > 0
 
 

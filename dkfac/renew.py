@@ -230,6 +230,8 @@ def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings
         return False
     if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
         return False
+    if stack.layers[0].kind == "linear-map":
+        return False
     is_split = any(factor.pieces > 1 for factor in stack.layers[0].spec.factors)
     if is_split and any(states[layer.name].decomposed_at < settings.split_warmup for layer in stack.layers):
         return False  # what is there may be whole

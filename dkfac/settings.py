@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -138,6 +138,11 @@ class Settings:
     max_dim: int = 8192
     """A factor larger than this is not formed: the layer is left to the optimizer and named."""
 
+    flattened: Mapping[str, int] | Literal["auto", "off"] = "auto"
+    """Linear layers on flattened maps whose A is taken to be a product of channels and positions, by name, with the
+    number of channels. ``"auto"``: those whose A is larger than ``max_dim``, with the channels of the convolution
+    before. Not with ``solver="cholesky"``."""
+
     split_dim: int | None = None
     """A factor larger than this is decomposed as diagonal blocks, equal and none larger; what is between them is left
     out. Time falls with the square of their number. An approximation: it changes results."""
@@ -229,6 +234,13 @@ class Settings:
         ):
             raise bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
         object.__setattr__(self, "skip", tuple(self.skip))
+        flattened: Any = self.flattened
+        if flattened not in ("auto", "off") and not (
+            isinstance(flattened, Mapping)
+            and all(isinstance(k, str) and type(v) is int and v > 1 for k, v in flattened.items())
+        ):
+            allowed = "'auto', 'off' or a mapping from layers to channels, 2 or more"
+            raise bad("flattened", flattened, allowed, "A is factored by channels and positions")
         for name in ("announce", "replicate_factors", "overlap", "tf32", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
                 raise bad(name, getattr(self, name), "True or False", "")
@@ -282,6 +294,8 @@ class Settings:
         for field in fields(self):
             value = getattr(self, field.name)
             plain[field.name] = list(value) if isinstance(value, tuple) else value
+            if isinstance(value, Mapping):
+                plain[field.name] = [f"{key}={number}" for key, number in value.items()]
             if callable(value):
                 plain[field.name] = "<function>"
         return plain

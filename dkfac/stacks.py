@@ -54,7 +54,8 @@ class Stack:
         return len(self.layers)
 
     def _pad(self, size: int) -> int:
-        if not self._pads or self.device.type != "cuda" or self.blocks > 1 or size <= ALIGNED[0]:
+        is_map = self.layers[0].kind == "linear-map"  # whose inputs have two sizes
+        if not self._pads or is_map or self.device.type != "cuda" or self.blocks > 1 or size <= ALIGNED[0]:
             return size
         return size + -size % next(multiple for least, multiple in reversed(ALIGNED.items()) if size >= least)
 

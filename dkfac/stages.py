@@ -13,6 +13,7 @@ from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops import precondition as ops
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue, stored
 from dkfac.ops.rescale import match_norm
+from dkfac.plan.spec import is_input
 from dkfac.refresh import Rung, refresh
 from dkfac.settings import Settings
 from dkfac.stacks import Stack
@@ -72,7 +73,7 @@ def all_finite(named: dict[tuple[str, str], Tensor], device: torch.device) -> Te
 
 def batch_factor(key: str, total: Tensor, rows: Tensor | float, scale: Tensor | float) -> Tensor:
     """Return a batch factor, or moments, from its sum. ``rows``: of the layer's inputs; ``scale``: of G, F, moments."""
-    return total / _near(rows, total) if key == "A" else total * _near(scale, total)
+    return total / _near(rows, total) if is_input(key) else total * _near(scale, total)
 
 
 def _near(value: Tensor | float, like: Tensor) -> Tensor | float:
@@ -99,8 +100,19 @@ def average(
 
 def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
     """Return the mean eigenvalues, per block, of the running factors held here."""
-    return {key: mean_of_live(layer, key, silence_bias(layer, key, r.value)) / r.guarded_weight()
-            for key, r in state.running.items()}  # fmt: skip
+    found = {key: mean_of_live(layer, key, silence_bias(layer, key, r.value)) / r.guarded_weight()
+             for key, r in state.running.items()}  # fmt: skip
+    if "A_S" in found:
+        found["A_S"] = torch.full_like(found["A_S"], 1 / layer.spec.factor("A_S").dim)
+    return found
+
+
+def of_trace_one(key: str, factor: Tensor) -> Tensor:
+    """Return a factor as it is used: that of a map's positions over its trace, which is that of its channels too."""
+    if key != "A_S":
+        return factor
+    trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return factor / torch.where(trace > 0, trace, 1.0)[:, None, None]
 
 
 def decompose(
@@ -110,7 +122,7 @@ def decompose(
     shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
     found = {}
     for key in keys:
-        factor = silence_bias(layer, key, state.running[key].mean())
+        factor = of_trace_one(key, silence_bias(layer, key, state.running[key].mean()))
         found[key] = refresh(
             factor, state.decompositions.get(key), settings.solver, shifts[key], pieces(layer, key, settings, step)
         )
@@ -185,7 +197,7 @@ def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -
     damping = settings.at("norm_damping" if layer.is_norm else "damping", step)
     if settings.damping_mode == "absolute" or damping == 0.0:
         return damping
-    product = state.means["F"] if layer.is_norm else state.means["A"] * state.means["G"]
+    product = torch.stack(list(state.means.values())).prod(0)  # of one factor, two or three
     return damping * product.mean()
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors, mean_eigenvalue
+from dkfac.ops.precondition import on_map
+from dkfac.plan.spec import is_input
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ def mean_of_live(layer: Layer, key: str, factor: Tensor) -> Tensor:
 
 def bias_is_silent(layer: Layer, key: str) -> bool:
     """Whether a folded bias was frozen after attach and is to be left out of a factor."""
-    return key != "G" and layer.has_bias and not layer.bias_is_live
+    return key in ("A", "F") and layer.has_bias and not layer.bias_is_live
 
 
 def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None) -> Tensor:
@@ -123,12 +125,20 @@ def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str,
 
     None: the basis of the weights, as that of diagonal factors is.
     """
+    sides: dict[str, Tensor] = {}
     for key in {**(old or {}), **(new or {})}:
         before, after = (None if bases is None else _in(bases[key].vectors, moments) for bases in (old, new))
         rotation = before if after is None else after.mT if before is None else after.mT @ before
         if rotation is not None:
-            squares = rotation.square()
-            moments = moments @ squares.mT if key == "A" else squares @ moments
+            sides[key] = rotation.square()
+    for key, squares in sides.items():
+        if not is_input(key):
+            moments = squares @ moments
+        elif key == "A":
+            moments = moments @ squares.mT
+    if "A_C" in sides or "A_S" in sides:
+        c, s = (sides[key].mT for key in ("A_C", "A_S"))
+        moments = on_map(moments, c, s)
     return moments
 
 

@@ -18,13 +18,19 @@ from dkfac.settings import Settings
 
 
 def input_sum(
-    layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False, parts: int = 1
+    layer: Layer,
+    factor: FactorSpec,
+    rows: Rows,
+    mask: Tensor | None,
+    settings: Settings,
+    *,
+    as_rows: bool = False,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the sum that A is made of, or the rows ``[R, D]`` whose products it sums, and what to divide by.
 
     ``parts``: of the examples, each a call of its own, that are summed apart: ``[parts * B, D, D]``.
     """
-    factor = layer.spec.factor("A")
     reduce = settings.weight_sharing == "reduce"
     if rows.image is not None and mask is None and not reduce and not as_rows:
         module = cast(Conv, layer.module)
@@ -56,6 +62,19 @@ def input_sum(
         return flat if kept is None else flat * kept.reshape(-1, 1), count
     total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept, parts=parts)
     return ops.in_weight_order(total, _taps(layer, rows)), count
+
+
+def map_sum(layer: Layer, factor: FactorSpec, rows: Rows, *_: object, **__: object) -> tuple[Tensor, float]:
+    """Return the sum over examples of ``X X^T`` (channels) or ``X^T X`` (positions), where inputs are flattened maps X,
+    and what to divide by: told once, with the channels."""
+    assert rows.a is not None
+    channels = layer.spec.factor("A_C").dim
+    maps = rows.a.reshape(-1, channels, rows.a.shape[-1] // channels).to(layer.dtype)
+    if factor.key == "A_C":
+        maps = maps.mT
+    flat = maps.reshape(-1, maps.shape[-1])
+    count = float(len(maps)) if factor.key == "A_C" else 0.0
+    return (flat.mT @ flat).unsqueeze(0), count
 
 
 def inputs_of(layer: Layer, rows: Rows) -> Tensor:

@@ -16,8 +16,9 @@ from dkfac.layers.layer import Layer
 from dkfac.layers.rows import Rows, Sample, rows_of
 from dkfac.ops.decompose import Eigen
 from dkfac.ops.precision import tf32
+from dkfac.plan.spec import is_input
 from dkfac.settings import Settings
-from dkfac.sums import gradient_sum, input_sum, moment_sum
+from dkfac.sums import gradient_sum, input_sum, map_sum, moment_sum
 from dkfac.timing import StageTimer
 from dkfac.waiting import Waiting
 from dkfac.window import Measured, Sums, Terms, Window
@@ -299,14 +300,14 @@ class Tape:
     def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float, *, has_input: bool) -> None:
         weight = weight * rows.ratio
         for factor in layer.spec.factors:
-            if factor.key == "A":
+            keep = (layer.name, factor.key) in self.as_rows
+            if is_input(factor.key):
                 if not self.column and not has_input:
-                    keep = (layer.name, "A") in self.as_rows
-                    value, count = input_sum(layer, rows, self.mask, self.settings, as_rows=keep)
+                    total = map_sum if layer.kind == "linear-map" else input_sum
+                    value, count = total(layer, factor, rows, self.mask, self.settings, as_rows=keep)
                     sums.rows = sums.rows + count
-                    self._keep(sums, "A", value, as_rows=keep)
+                    self._keep(sums, factor.key, value, as_rows=keep)
             else:
-                keep = (layer.name, factor.key) in self.as_rows
                 value = gradient_sum(layer, factor, rows, weight, self.settings, as_rows=keep)
                 self._keep(sums, factor.key, value, as_rows=keep)
         basis = self.bases.get(layer.name)

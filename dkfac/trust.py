@@ -125,7 +125,7 @@ def _curvature(runner: Runner, moves: dict[int, Tensor]) -> Tensor | float:
         if not any(id(p) in moves for p in layer.parameters()):
             continue
         move = rotate(_canonical(layer, moves), basis)
-        total = total + (move.square() * spectrum(basis)).sum().double()
+        total = total + (move.square() * spectrum(basis, move.shape[-1])).sum().double()
     return total
 
 

@@ -50,6 +50,7 @@ NUMBERS = {
     "inverse_interval": (">= 1", [0, -10, 100.0, "100", None, False]),
     "batch_dim": (">= 0", [-1, 0.0, "0", None, True]),
     "max_dim": (">= 1", [0, -5, 8192.0, None, "big", True]),
+    "flattened": ("channels", ["yes", None, True, {"a": 1}, {"a": 2.0}, {3: 3}, ["a"]]),
     "split_dim": (">= 1", [0, -5, 2048.0, "big", True]),
     "split_warmup": (">= 0", [-1, 0.5, None, "long", True]),
     "cluster": ("dkfac measure", [3, True, ["cluster.json"]]),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +105,11 @@ def find_layers(
     matched: set[str] = set()
     layers: list[Layer] = []
     left: list[Left] = []
+    channels = 0
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     for raw_name, module in model.named_modules():
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            channels = module.out_channels
         own = [p for p in module.parameters(recurse=False) if not isinstance(p, nn.UninitializedParameter)]
         if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise RuntimeError(
@@ -119,7 +123,7 @@ def find_layers(
         reason = f"skip={pattern!r}" if pattern is not None else _reason(module, parents.get(id(module)), allowed)
         layer: Layer | None = None
         if reason is None:
-            layer = _build(name, module, settings, allowed)
+            layer = _build(name, module, settings, allowed, channels)
             reason = _form_reason(layer, settings)
         tied = [] if reason else _shared_with(module, name, users, settings)
         if tied:
@@ -133,6 +137,12 @@ def find_layers(
         else:
             assert reason is not None
             left.append(_left(name, module, own, reason, warn=bool(tied)))
+    maps = [] if isinstance(settings.flattened, str) else list(settings.flattened)
+    strangers = [n for n in maps if all(n != layer.name or layer.kind != "linear-map" for layer in layers)]
+    if strangers:
+        raise ValueError(
+            f"flattened={strangers!r}: the model has no Linear layer of that name that K-FAC preconditions"
+        )
     missing = [p for p in settings.skip if p not in matched]
     if missing:
         names = ", ".join(layer.name for layer in layers[:8])
@@ -170,16 +180,35 @@ def _reason(module: nn.Module, parent: nn.Module | None, allowed: set[int] | Non
     return None
 
 
-def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] | None) -> Layer:
+def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] | None, channels: int) -> Layer:
     bias = module._parameters.get("bias")
     has_bias = bias is not None and bias.requires_grad and (allowed is None or id(bias) in allowed)
     kind, factors = _factors(module, has_bias, settings)
+    if kind == "linear":
+        channels = _map_channels(name, factors[0].dim, module, settings, channels)
+        if channels:
+            positions = (factors[0].dim - has_bias) // channels
+            kind, factors = "linear-map", (FactorSpec("A_C", channels), FactorSpec("A_S", positions), factors[1])
     weight = module._parameters["weight"]
     assert weight is not None
     elements = weight.numel() + (bias.numel() if has_bias and bias is not None else 0)
     dtype = str(torch.promote_types(weight.dtype, torch.float32)).removeprefix("torch.")
     (spec,) = split([LayerSpec(name, kind, factors, elements, dtype)], settings.split_dim)
     return Layer(module, spec, has_bias)
+
+
+def _map_channels(name: str, dim: int, module: Any, settings: Settings, channels: int) -> int:
+    """Return the channels of the map that a Linear layer sees flattened, 0 if its A is not to be factored by them."""
+    wanted = settings.flattened
+    if settings.solver == "cholesky" or isinstance(wanted, str):
+        if wanted != "auto" or dim <= settings.max_dim or settings.solver == "cholesky" or channels < 2:
+            return 0
+        return channels if module.in_features % channels == 0 and module.in_features > channels else 0
+    found = wanted.get(name, 0)
+    if found and module.in_features % found:
+        what = f"the layer's {module.in_features} inputs are not a map of {found} channels"
+        raise ValueError(f"flattened={{{name!r}: {found}}}: {what}")
+    return found
 
 
 def _factors(module: nn.Module, has_bias: bool, settings: Settings) -> tuple[str, tuple[FactorSpec, ...]]:

@@ -80,7 +80,7 @@ def rows_of(
 ) -> Iterator[Rows]:
     """Yield the rows of one call of a layer, of a convolution a piece of the batch at a time: see ``PATCH_BYTES``."""
     match layer.kind:
-        case "linear" | "conv1d-transposed":
+        case "linear" | "linear-map" | "conv1d-transposed":
             a, g = (_sequence(t, examples, batch_dim).unsqueeze(2) for t in (x, g))
             yield _sampled(Rows(a, g, examples), sample)
         case "conv":

@@ -13,11 +13,30 @@ from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.ops.fused import divide_
 
 
-def spectrum(decompositions: dict[str, Eigen]) -> Tensor:
-    """Return the eigenvalues of the curvature in its eigenbasis, ``[B, O, I]``."""
+def spectrum(decompositions: dict[str, Eigen], width: int | None = None) -> Tensor:
+    """Return the eigenvalues of the curvature in its eigenbasis, ``[B, O, I]``, I the ``width`` if it is given."""
     if "F" in decompositions:
         return decompositions["F"].values.unsqueeze(-1)
-    return decompositions["G"].values.unsqueeze(-1) * decompositions["A"].values.unsqueeze(-2)
+    out = decompositions["G"].values
+    return out.unsqueeze(-1) * input_values(decompositions)[:, :width].unsqueeze(-2)
+
+
+def input_values(decompositions: dict[str, Eigen]) -> Tensor:
+    """Return the eigenvalues of A, ``[B, I]``; of a doubly factored one products, and 1 for the bias."""
+    if "A" in decompositions:
+        return decompositions["A"].values
+    channels, positions = (decompositions[key].values for key in ("A_C", "A_S"))
+    both = (channels.unsqueeze(-1) * positions.unsqueeze(-2)).flatten(1)
+    return torch.cat([both, torch.ones_like(both[:, :1])], 1)
+
+
+def on_map(grad_BOI: Tensor, channels: Tensor, positions: Tensor) -> Tensor:
+    """Multiply inputs that are a flattened map from the right by ``channels (x) positions``; what follows them, a bias,
+    stays."""
+    c, s = channels.shape[-2], positions.shape[-2]
+    maps = grad_BOI[..., : c * s].reshape(*grad_BOI.shape[:-1], c, s)
+    maps = channels.mT.unsqueeze(1) @ maps @ positions.unsqueeze(1)
+    return torch.cat([maps.flatten(-2), grad_BOI[..., c * s :]], -1)
 
 
 def rotate(grad_BOI: Tensor, decompositions: dict[str, Eigen], *, back: bool = False) -> Tensor:
@@ -30,6 +49,10 @@ def rotate(grad_BOI: Tensor, decompositions: dict[str, Eigen], *, back: bool = F
     if right is not None and right.vectors is not None:
         vectors = right.vectors.to(grad_BOI.dtype)
         grad_BOI = grad_BOI @ (vectors.mT if back else vectors)
+    if "A_C" in decompositions:
+        bases = [decompositions[key].vectors for key in ("A_C", "A_S")]
+        c, s = (basis.to(grad_BOI.dtype) for basis in bases if basis is not None)
+        grad_BOI = on_map(grad_BOI, c.mT if back else c, s.mT if back else s)
     return grad_BOI
 
 
@@ -47,10 +70,11 @@ def precondition_eigen(
         each = damping.to(rotated.dtype) if isinstance(damping, Tensor) else rotated.new_full((), damping)
         each = each.reshape(-1).expand(len(rotated)).contiguous()
         rotated = rotated.clone() if rotated is grad_BOI else rotated.contiguous()
-        g, a = (decompositions[key].values.unsqueeze(1) for key in ("G", "A"))
+        width = rotated.shape[-1]
+        g, a = (v.unsqueeze(1) for v in (decompositions["G"].values, input_values(decompositions)[:, :width]))
         divide_(rotated.unsqueeze(1), g, a, each)
         return rotate(rotated, decompositions, back=True)
-    eigenvalues = spectrum(decompositions) if moments is None else moments
+    eigenvalues = spectrum(decompositions, rotated.shape[-1]) if moments is None else moments
     if undamped:
         largest = eigenvalues.amax((-2, -1), keepdim=True)
         floor = largest * torch.finfo(eigenvalues.dtype).eps * max(eigenvalues.shape[-2:])
@@ -67,6 +91,8 @@ def precondition_inverse(grad_BOI: Tensor, inverses: dict[str, Inverse]) -> Tens
     if "A" in inverses:
         right = inverses["A"].matrix
         grad_BOI = grad_BOI * right.unsqueeze(-2) if right.ndim == 2 else grad_BOI @ right
+    if "A_C" in inverses:
+        grad_BOI = on_map(grad_BOI, inverses["A_C"].matrix, inverses["A_S"].matrix)
     return grad_BOI
 
 
@@ -77,6 +103,11 @@ def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[
     """
     if "F" in means:
         return {"F": damping + torch.zeros_like(means["F"])}
+    if "A_C" in means:
+        shares = {key: torch.where(m > 0, m, 1.0).log() for key, m in means.items()}
+        middle = torch.stack(list(shares.values())).mean(0)
+        third = torch.as_tensor(damping, dtype=torch.float64) ** (1 / 3)
+        return {key: third.to(share) * (share - middle).exp() for key, share in shares.items()}
     a, g = means["A"], means["G"]
     pi = torch.where((a > 0) & (g > 0), a.sqrt() / g.sqrt(), 1.0)  # a / g may overflow
     root = damping.to(pi).sqrt() if isinstance(damping, Tensor) else damping**0.5

@@ -10,7 +10,7 @@ from dkfac.plan.cluster import Cluster
 from dkfac.plan.costs import Costs
 from dkfac.plan.plan import Plan, num_bytes
 from dkfac.plan.simulate import Work, average_seconds, ready_times
-from dkfac.plan.spec import LayerSpec
+from dkfac.plan.spec import LayerSpec, is_input
 from dkfac.plan.strategies import STRATEGIES, Problem
 
 AUTO = ("replicated", "comm-opt", "sharded")
@@ -103,8 +103,8 @@ def buckets(
     layers: tuple[LayerSpec, ...], world_size: int, choices: Choices, cluster: Cluster, work: Work | None
 ) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Return which factors are reduced together: inputs in forward order, then the others in backward order."""
-    inputs = [(layer, factor) for layer in layers for factor in layer.factors if factor.key == "A"]
-    others = [(layer, factor) for layer in reversed(layers) for factor in layer.factors if factor.key != "A"]
+    inputs = [(layer, factor) for layer in layers for factor in layer.factors if is_input(factor.key)]
+    others = [(layer, factor) for layer in reversed(layers) for factor in layer.factors if not is_input(factor.key)]
     items = inputs + others
     names = [(layer.name, factor.key) for layer, factor in items]
     if choices.fusion == "one" or len(items) < 2:
@@ -139,4 +139,4 @@ def _ready_times(layers: tuple[LayerSpec, ...], names: list[tuple[str, str]], co
     for layer in reversed(layers):
         now += 4 * EXAMPLES * layer.grad_elements * costs.flop_seconds
         backward[layer.name] = now
-    return [forward[name] if key == "A" else backward[name] for name, key in names]
+    return [forward[name] if is_input(key) else backward[name] for name, key in names]

@@ -10,7 +10,8 @@ from typing import Literal
 @dataclass(frozen=True, slots=True)
 class FactorSpec:
     key: str
-    """``A`` (inputs), ``G`` (output gradients) or ``F`` (norm layers)."""
+    """``A`` (inputs), ``G`` (output gradients) or ``F`` (norm layers); ``A_C`` and ``A_S`` (channels and positions of
+    the inputs) of a Linear layer on a flattened map, whose A is ``A_C (x) A_S / trace``."""
     dim: int
     num_blocks: int = 1
     form: Literal["dense", "diagonal"] = "dense"
@@ -87,6 +88,11 @@ class LayerSpec:
     def state_elements(self) -> int:
         """Elements kept between steps: running factors and their decompositions."""
         return sum(f.num_elements + f.eigen_elements for f in self.factors)
+
+
+def is_input(key: str) -> bool:
+    """Whether a factor is of a layer's inputs."""
+    return key.startswith("A")
 
 
 def split(layers: Iterable[LayerSpec], dim: int | None) -> list[LayerSpec]:
