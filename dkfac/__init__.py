@@ -8,10 +8,11 @@ from dkfac.settings import Settings
 if _typing.TYPE_CHECKING:
     from dkfac import distributed
     from dkfac.advice import suggest
+    from dkfac.crew.place import roles
     from dkfac.kfac import KFAC, detach
     from dkfac.trust import LevenbergMarquardt
 
-__all__ = ["KFAC", "LevenbergMarquardt", "Settings", "__version__", "detach", "distributed", "suggest"]
+__all__ = ["KFAC", "LevenbergMarquardt", "Settings", "__version__", "detach", "distributed", "roles", "suggest"]
 __version__ = "0.1.0"
 
 
@@ -23,6 +24,8 @@ def __getattr__(name: str) -> _typing.Any:
         return getattr(kfac, name)
     if name == "distributed":
         return _importlib.import_module("dkfac.distributed")
+    if name == "roles":
+        return _importlib.import_module("dkfac.crew.place").roles
     if name == "LevenbergMarquardt":
         return _importlib.import_module("dkfac.trust").LevenbergMarquardt
     if name == "suggest":

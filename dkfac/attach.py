@@ -138,6 +138,21 @@ def _agree(
     return plan, Exchange(plan, expand(plan), own, device)
 
 
+def for_roles(settings: Settings, roles: Any) -> Settings:
+    """Return the settings of gradient workers, who precondition and leave the rest to helpers."""
+    if roles is None:
+        return settings
+    if roles.role != "gradient":
+        raise ValueError(f"this rank is a {roles.role} worker: call roles.serve(...) instead of attaching K-FAC")
+    kind = settings.curvature == "ekfac" or settings.fisher != "empirical" or settings.split_dim is not None
+    if kind or settings.strategy not in ("auto", "replicated") or settings.spread_refresh > 1:
+        raise ValueError(
+            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical" and whole factors, and need no '
+            "strategy or spread_refresh: helpers measure and decompose"
+        )
+    return replace(settings, strategy="replicated", cluster=None)
+
+
 def choose_group(model: nn.Module, process_group: Any) -> Any:
     """Return the ranks that train copies of the model: those of its DDP, where nothing else was said."""
     return groups.of_model(model) if process_group is None else process_group

@@ -18,6 +18,9 @@ def decompose(runner: Runner) -> None:
     One process improves those it has in place and without waiting; several, and what is new, go the careful way. With
     ``inverse_lag`` what is not new is begun here and taken up at a later step.
     """
+    if runner.remote is not None:
+        runner.remote.refresh(runner)
+        return
     take_up(runner)
     lag = runner.settings.inverse_lag
     new = {layer.name for layer in runner.layers if runner.states[layer.name].decomposed_at < 0}

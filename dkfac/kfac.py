@@ -18,10 +18,12 @@ from dkfac.attach import (
     check_world,
     choose_group,
     connect,
+    for_roles,
     resolve_settings,
 )
 from dkfac.capture import Probe
 from dkfac.comm import join
+from dkfac.crew.remote import Remote
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.notices import Notices
 from dkfac.plan.plan import Plan
@@ -56,40 +58,39 @@ class KFAC:
         *,
         grad_scaler: Any = None,
         process_group: Any = None,
+        roles: Any = None,
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
         """Find the layers, hook them and the optimizer, and say in one line what was done.
 
         Settings are given by name (``KFAC(model, optimizer, damping=1e-3)``) or as one object. ``process_group``: the
-        ranks that train copies of this model; None: all. Under torch.distributed every one of them calls this.
+        ranks that train copies of this model; None: all, or of ``roles`` the gradient workers. All of them call this.
         """
-        self.settings = resolve_settings(settings, options, optimizer)
+        self.settings = for_roles(resolve_settings(settings, options, optimizer), roles)
         check_arguments(model, optimizer, grad_scaler)
         check_share(self.settings, optimizer)
         self._model = unwrap(model)
         self._optimizer = optimizer
         trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.layers, self.left = find_layers(self._model, self.settings, trained)
-        self._by_name = {layer.name: layer for layer in self.layers}
         check_layers(self.layers, self.left, _ATTACHED)
         if self.settings.curvature == "adam-eigen":
             adam.check(optimizer, self.layers)
         self._tape = Tape(self.layers, self.settings, grad_scaler)
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
-        process_group = choose_group(model, process_group)
-        self._process_group = process_group
+        self._process_group = process_group = choose_group(model, process_group if roles is None else roles.group)
         plan, exchange = connect(self.layers, self.settings, process_group)
         self._runner = Runner(self.layers, self.settings, self._tape, notices, plan, exchange)
+        self._runner.remote = None if roles is None else Remote(roles, self._model)
         self._probe.watch({name for name, p in self._runner.placements.items() if self._runner.rank in p.statistics})
         self._join_config = join.not_joined()
         if exchange is not None:
             self._probe.before_forward = self._before_forward
         self._closed = self._stepped = False
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        self._moves: dict[int, Tensor] = {}
-        """Of ``quadratic_step``: the parameters' last ones, by id."""
+        self._moves: dict[int, Tensor] = {}  # of quadratic_step: the last ones, by the parameters' ids
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -129,9 +130,8 @@ class KFAC:
         """Take the optimizer's step and, every few steps, change a ``damping=dkfac.LevenbergMarquardt(...)`` by how
         well the quadratic model predicted it. ``loss``: of this batch; ``closure`` returns it again, after the step.
         """
-        damping = trust.check(self.settings, self._optimizer)
-        assert self._optimizer is not None
-        trust.step(self._runner, self._model, self._optimizer, damping, loss, closure)
+        optimizer, damping = trust.check(self.settings, self._optimizer)
+        trust.step(self._runner, self._model, optimizer, damping, loss, closure)
 
     def quadratic_step(self, closure: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Move the parameters by preconditioned gradients, with the length and momentum at which the quadratic model of
@@ -185,7 +185,7 @@ class KFAC:
         runner.settle()
         state = checkpoint.save(
             runner.states,
-            self._by_name,
+            self._runner.by_name,
             runner.holds,
             step=runner.step,
             counters={**runner.counters, "abandoned": self._tape.num_abandoned},
@@ -212,7 +212,7 @@ class KFAC:
         Under torch.distributed all ranks load. With ``share="weights"`` load the optimizer's state first.
         """
         runner = self._runner
-        loaded = checkpoint.load(state, self._by_name, runner.holds)
+        loaded = checkpoint.load(state, self._runner.by_name, runner.holds)
         self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
         if isinstance(self.settings.damping, trust.LevenbergMarquardt):
             self.settings.damping.value = float(state.get("damping", self.settings.damping.value))

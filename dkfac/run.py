@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from dkfac.state import LayerState
 from dkfac.tape import Tape
 from dkfac.window import Measured
 
+if TYPE_CHECKING:
+    from dkfac.crew.remote import Remote
+
 
 class Runner:
     """The state of K-FAC on one rank, and what a step does to it."""
@@ -56,6 +59,8 @@ class Runner:
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.renewal, self.later = renew.Renewal(), Later(settings)
+        self.remote: Remote | None = None
+        """Who measures and decomposes instead, under ``roles``."""
         self.graph, self.absorber = StepGraph(tape.waiting.staged.pool), Absorber(tape.waiting.staged.pool)
         self._refreshed_at = -1
         self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
@@ -99,6 +104,8 @@ class Runner:
     def close(self) -> None:
         self.renewal.join()
         self.later.close()
+        if self.remote is not None:
+            self.remote.close()
 
     def holds(self, name: str) -> Holding:
         """Return what of a layer lives here."""
@@ -156,6 +163,7 @@ class Runner:
     def plan_next(self) -> None:
         """Decide what the coming step measures, before its forward."""
         self.measuring, self.decomposing = self.settings.rhythm(self.step)
+        self.measuring = self.measuring and self.remote is None
         self.tape.begin_step(self.step)
 
     def take_step(self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any]) -> None:

@@ -60,8 +60,8 @@ class LevenbergMarquardt:
             self.value = min(self.high, self.value / change)
 
 
-def check(settings: Any, optimizer: Any) -> LevenbergMarquardt:
-    """Return the damping that ``lm_step`` is to change."""
+def check(settings: Any, optimizer: Any) -> tuple[Any, LevenbergMarquardt]:
+    """Return the optimizer and the damping that ``lm_step`` is to change."""
     damping = settings.damping
     if not isinstance(damping, LevenbergMarquardt):
         raise RuntimeError(
@@ -74,7 +74,7 @@ def check(settings: Any, optimizer: Any) -> LevenbergMarquardt:
         )
     if optimizer is None:
         raise RuntimeError("lm_step takes the optimizer's step: attach K-FAC to an optimizer")
-    return damping
+    return optimizer, damping
 
 
 def step(

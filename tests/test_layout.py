@@ -65,6 +65,7 @@ MAY_IMPORT = {
         "reduce",
         "refresh",
         "renew",
+        "crew",
         "settings",
         "shares",
         "stacks",
@@ -78,6 +79,22 @@ MAY_IMPORT = {
     "checkpoint": {"layers", "ops", "plan", "state"},
     "owned": {"layers"},
     "loop": set(),
+    "crew": {
+        "KFAC",
+        "comm",
+        "distributed",
+        "kfac",
+        "layers",
+        "plan",
+        "reduce",
+        "refresh",
+        "crew",
+        "run",
+        "settings",
+        "shares",
+        "stages",
+        "state",
+    },
     "quadratic": {"comm", "exact", "exchange", "run", "settings", "trust"},
     "trust": {"comm", "exchange", "layers", "ops", "run"},
     "overlap": {"comm", "exchange", "layers", "reduce", "sums", "tape"},
@@ -92,7 +109,7 @@ MAY_IMPORT = {
     "recipes": {"recipes", "KFAC", "Settings", "distributed"},
     "distributed": set(),
     "advice": set(),
-    "__init__": {"advice", "distributed", "kfac", "settings", "trust"},
+    "__init__": {"advice", "distributed", "crew", "kfac", "settings", "trust"},
 }
 """First name below dkfac -> the first names it may import; recipes use the public names alone."""
 
@@ -192,7 +209,8 @@ def test_sub_package_init_files_are_empty():
 def test_the_public_names_are_exactly_all():
     found = {name for name, value in vars(dkfac).items() if not isinstance(value, types.ModuleType)}
     assert {name for name in found if not name.startswith("_")} <= set(dkfac.__all__)
-    names = {"KFAC", "LevenbergMarquardt", "Settings", "__version__", "detach", "distributed", "suggest"}
+    names = {"KFAC", "LevenbergMarquardt", "Settings", "__version__", "detach", "distributed", "roles"}
+    names |= {"suggest"}
     assert set(dkfac.__all__) == names
     assert (dkfac.KFAC.__name__, dkfac.Settings.__name__) == ("KFAC", "Settings")
 

@@ -41,6 +41,16 @@ def only(groups: Groups) -> Any:
     return dist.new_group([groups.global_rank(groups.rank)], use_local_synchronization=True)
 
 
+def subgroup(ranks: Iterable[int]) -> Any:
+    """Return a group of some ranks of the world; every rank of the world calls this."""
+    return dist.new_group(list(ranks))
+
+
+def store() -> Any:
+    """Return the key-value store of the world."""
+    return dist.distributed_c10d._get_default_store()
+
+
 class Groups:
     """The groups of one attachment: all its ranks, and the subsets that a program names."""
 

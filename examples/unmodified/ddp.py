@@ -1,6 +1,6 @@
 """DistributedDataParallel under torchrun, with a sampler and AdamW, on handwritten digits."""
 
-import os
+import gc
 import sys
 
 import torch
@@ -12,9 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank, epochs = dist.get_rank(), int(sys.argv[1]) if len(sys.argv) > 1 else 5
+def train(rank: int, epochs: int) -> None:
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels)
@@ -38,9 +36,10 @@ def main() -> None:
             accuracy = (model(x[1400:]).argmax(1) == y[1400:]).float().mean()
         if rank == 0:
             print(f"epoch {epoch + 1}: training loss {loss:.4f}, test accuracy {accuracy:.3f}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    dist.init_process_group("gloo")
+    train(dist.get_rank(), int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    gc.collect()  # a process group that something still holds may abort the exit
+    dist.destroy_process_group()

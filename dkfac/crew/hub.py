@@ -1,0 +1,131 @@
+"""Messages between the first gradient worker and the helpers' worker processes: sockets, never a collective.
+
+The first gradient worker is the hub. It posts and looks for results; threads of its own send and receive, so nobody's
+death can stop it. A worker that ends, however it does, is a closed connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import secrets
+import threading
+from collections import defaultdict
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+KEY_BYTES = 16
+
+
+class Hub:
+    """Connections to helpers, by role, and what they have answered."""
+
+    def __init__(self, wanted: dict[str, int], host: str) -> None:
+        self.wanted = wanted
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self._listener = Listener((host, 0), authkey=self.key)
+        self._outboxes: dict[tuple[str, int], queue.Queue[Any]] = {}
+        self._answers: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
+        self._changed = threading.Condition(threading.RLock())
+        self.lost: dict[tuple[str, int], str] = {}
+        """Workers whose connection was closed."""
+        threading.Thread(target=self._accept, name="dkfac-hub", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.address
+        return str(host), int(port)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+                role, number = receive(connection)
+            except (OSError, EOFError):
+                return
+            box: queue.Queue[Any] = queue.Queue()
+            with self._changed:
+                self._outboxes[role, number] = box
+                self._changed.notify_all()
+            for target in (self._send, self._receive):
+                threading.Thread(
+                    target=target, args=((role, number), connection, box), name="dkfac-hub", daemon=True
+                ).start()
+
+    def _send(self, who: tuple[str, int], connection: Connection, box: queue.Queue[Any]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (message := box.get()) is not None:
+                send(connection, message)
+            connection.close()
+
+    def _receive(self, who: tuple[str, int], connection: Connection, box: queue.Queue[Any]) -> None:
+        why = "its connection was closed"
+        try:
+            while True:
+                kind, label, content = receive(connection)
+                if kind == "error":
+                    why = str(content)
+                    break
+                with self._changed:
+                    self._answers[who][label] = content
+                    self._changed.notify_all()
+        except (OSError, EOFError):
+            pass
+        with self._changed:
+            self.lost[who] = why
+            self._changed.notify_all()
+
+    def all_of(self, role: str) -> list[tuple[str, int]]:
+        """Return a role's workers that are not lost."""
+        with self._changed:
+            every = [(role, i) for i in range(self.wanted[role])]
+            return [who for who in every if who not in self.lost]
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until every worker has come, or is lost."""
+        every = {(role, i) for role, number in self.wanted.items() for i in range(number)}
+        with self._changed:
+            self._changed.wait_for(lambda: every <= {*self._outboxes, *self.lost}, seconds)
+            for who in every - {*self._outboxes, *self.lost}:
+                self.lost[who] = f"it did not come within {seconds:.0f} s"
+
+    def post(self, who: tuple[str, int], message: Any) -> None:
+        with self._changed:
+            box = self._outboxes.get(who)
+        if box is not None:
+            box.put(message)
+
+    def are_there(self, role: str, label: int) -> bool:
+        """Whether a role's workers, but for lost ones, have answered what was posted with a label."""
+        with self._changed:
+            every = [(role, i) for i in range(self.wanted[role])]
+            return all(label in self._answers[who] or who in self.lost for who in every)
+
+    def answers(self, role: str, label: int) -> list[Any]:
+        """Wait for the answers of a role's workers and return those there are: of lost ones what they had sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.are_there(role, label))
+            every = [(role, i) for i in range(self.wanted[role])]
+            return [self._answers[who].pop(label) for who in every if label in self._answers[who]]
+
+    def close(self) -> None:
+        for box in self._outboxes.values():
+            box.put(None)
+        self._listener.close()
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Send a message by value: multiprocessing would pass on tensors as memory of the sender's host."""
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def connect(address: tuple[str, int], key: bytes, role: str, number: int) -> Connection:
+    """Return a worker's connection to the hub."""
+    connection = Client(address, authkey=key)
+    send(connection, (role, number))
+    return connection

@@ -1,0 +1,111 @@
+"""``dkfac.roles``: some ranks train, some measure statistics, some decompose (Ba, Grosse and Martens 2017)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dkfac import distributed
+from dkfac.comm import groups
+from dkfac.crew.hub import Hub
+
+Role = Literal["gradient", "statistics", "inverse"]
+PATIENCE = 120.0
+"""Seconds that the first gradient worker waits for the helpers to come."""
+
+
+@dataclass(slots=True, eq=False)
+class RolesPlace:
+    """What this process is, and its number among those that are the same."""
+
+    role: Role
+    number: int
+    counts: dict[str, int]
+    group: Any
+    """Of the gradient workers: for DDP, and K-FAC's own; None on helpers."""
+    hub: Hub | None
+    """On the first gradient worker."""
+
+    def serve(self, build: Any, batches: Any, loss: Any) -> bool:
+        """Work as a helper until training has ended; returns at once, with False, on gradient workers.
+
+        ``build()`` returns the model, ``batches(step)`` inputs and targets of the statistics workers, ``loss(output,
+        targets)`` the training loss: functions of a module, since a process of their own imports them. That process is
+        this one's child: if it dies, training goes on with the last decompositions.
+        """
+        if self.role == "gradient":
+            return False
+        store = groups.store()
+        address, key = json.loads(store.get("dkfac/roles/hub"))
+        from dkfac.crew.workers import work
+
+        mine = batches if self.role == "statistics" else None
+        arguments = (self.role, self.number, tuple(address), bytes.fromhex(key), build, mine, loss)
+        child = multiprocessing.get_context("spawn").Process(target=work, args=arguments, name=f"dkfac-{self.role}")
+        child.start()
+        store.set(f"dkfac/roles/{self.role}/{self.number}", str(child.pid))
+        told = False
+        while not store.check(["dkfac/roles/done"]):
+            if not child.is_alive() and not told:
+                told = True
+                print(f"dkfac: the {self.role} worker {self.number} (process {child.pid}) has ended with status "
+                      f"{child.exitcode}; training goes on with the last decompositions", file=sys.stderr)  # fmt: skip
+            time.sleep(0.1)
+        child.join(5)
+        if child.is_alive():
+            child.terminate()
+        return True
+
+    def process_of(self, role: Role, number: int = 0) -> int:
+        """Return the process number of a helper's worker."""
+        return int(groups.store().get(f"dkfac/roles/{role}/{number}"))
+
+    def close(self) -> None:
+        """Let the helpers go; called when training ends."""
+        self.group = None  # one that is still held when the interpreter is torn down aborts it
+        if self.hub is not None:
+            self.hub.close()
+            self.hub = None
+            groups.store().set("dkfac/roles/done", "1")
+
+
+def roles(*, gradient: int, statistics: int, inverse: int) -> RolesPlace:
+    """Give each rank that torchrun started a role, in this order; every rank calls it."""
+    for name, number in {"gradient": gradient, "statistics": statistics, "inverse": inverse}.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"roles({name}={number!r}): each role needs one rank or more")
+    place = distributed.init()
+    counts = {"gradient": gradient, "statistics": statistics, "inverse": inverse}
+    if sum(counts.values()) != place.world_size:
+        said = ", ".join(f"{name}={number}" for name, number in counts.items())
+        raise ValueError(
+            f"roles({said}) are {sum(counts.values())} ranks; torch.distributed has {place.world_size}: start as many "
+            f"with torchrun --nproc-per-node"
+        )
+    group = groups.subgroup(range(gradient))
+    hub = None
+    if place.rank == 0:
+        helpers = {name: number for name, number in counts.items() if name != "gradient"}
+        hub = Hub(helpers, "127.0.0.1" if _is_one_host() else socket.gethostbyname(socket.gethostname()))
+        groups.store().set("dkfac/roles/hub", json.dumps([hub.address, hub.key.hex()]))
+    role, number = _role_of(place.rank, counts)
+    return RolesPlace(role, number, counts, group if role == "gradient" else None, hub)
+
+
+def _role_of(rank: int, counts: dict[str, int]) -> tuple[Role, int]:
+    names: tuple[Role, ...] = ("gradient", "statistics", "inverse")
+    for name in names:
+        if rank < counts[name]:
+            return name, rank
+        rank -= counts[name]
+    raise AssertionError(rank)
+
+
+def _is_one_host() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
