@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from dkfac.plan.cluster import Cluster, Line
 from dkfac.plan.costs import Costs
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import MODELS, linear, scaled, work_of
-from dkfac.plan.search import most_memory, search
+from dkfac.plan.search import most_memory, predict, search
 from dkfac.plan.simulate import Kind, simulate
 from dkfac.plan.strategies import STRATEGIES, balance
 
@@ -217,3 +218,19 @@ def test_splitting_is_offered_and_wins_where_one_factor_bounds_every_placement()
     assert "split at 2304" in found[0].name
     whole = next(one for one in found if one.choices.split_dim is None)
     assert whole.seconds > found[0].seconds
+
+
+def test_a_lag_hides_decompositions_behind_so_many_steps():
+    shapes = list(MODELS["resnet50"]())
+    layers = [shape.spec for shape in shapes]
+    cluster = preset.load("spd-kfac-64")
+    work = work_of(shapes, 32, cluster.costs)
+    choices = Choices(solver="cholesky", factor_interval=1, inverse_interval=10)
+    found = search(layers, 64, cluster, work, choices, inverse_lags=(0, 1, 5))
+    best = {lag: next(one for one in found if one.choices.inverse_lag == lag) for lag in (0, 1, 5)}
+    assert best[5].seconds <= best[1].seconds < best[0].seconds
+    assert best[5].name.endswith("lag 5")
+    assert "decompose" not in best[5].steps[0][2].busy(0)
+    same = predict(best[5].plan, replace(best[5].choices, inverse_lag=0), best[5].overlap, cluster, work)
+    hidden = same.steps[0][2].seconds - best[5].steps[0][2].seconds
+    assert hidden == pytest.approx(10 * (same.seconds - best[5].seconds))

@@ -43,6 +43,13 @@ def add_to(commands: Any) -> None:
         default=[],
         help="try factors in pieces of at most this size too; an approximation; may be given several times",
     )
+    add(
+        "--inverse-lag",
+        type=int,
+        action="append",
+        default=[],
+        help="try decompositions beside so many steps too, where cores or a GPU have room; may be given several times",
+    )
     add("--top", type=int, default=12, help="how many to show")
     add("--trace", type=Path, help="write the best plan's refreshing step for Perfetto")
     add("--gantt", type=Path, help="draw it, as .png or .svg")
@@ -59,6 +66,8 @@ def run(given: argparse.Namespace) -> int:
     wires = (None,) if given.wire_dtype is None else (None, given.wire_dtype)
     layers, work = [shape.spec for shape in shapes], work_of(shapes, batch, cluster.costs)
     budget = None if given.memory is None else num_bytes(given.memory)
+    if any(not 0 < lag <= given.inverse_interval for lag in given.inverse_lag):
+        raise ValueError("--inverse-lag is 1 or more, and not more than --inverse-interval")
     if any(dim < 1 for dim in given.split_dim):
         raise ValueError(f"--split-dim {min(given.split_dim)} is not the size of a matrix, 1 or more")
     found = search(
@@ -70,6 +79,7 @@ def run(given: argparse.Namespace) -> int:
         memory_bytes=budget,
         wire_dtypes=wires,
         split_dims=(None, *given.split_dim),
+        inverse_lags=(0, *given.inverse_lag),
     )
     print(table(found[: given.top], given, cluster, batch))
     print(advice(found, cluster, given.ranks))
@@ -152,11 +162,12 @@ def advice(found: list[Found], cluster: Cluster, ranks: int) -> str:
     settings += ["overlap=True"] if best.overlap else []
     settings += [] if choices.wire_dtype is None else [f"wire_dtype={choices.wire_dtype!r}"]
     settings += [] if choices.split_dim is None else [f"split_dim={choices.split_dim}"]
+    settings += [f"inverse_lag={choices.inverse_lag}"] if choices.inverse_lag else []
     lines = [f"recommended: dkfac.KFAC(model, optimizer, {', '.join(settings)})"]
-    exact = next((f for f in found if f.choices.split_dim is None), None)
-    if choices.split_dim is not None and exact is not None:
+    exact = next((f for f in found if f.choices.split_dim is None and not f.choices.inverse_lag), None)
+    if exact is not None and exact is not best:
         more = 1e3 * (exact.seconds - best.seconds)
-        lines.append(f"split_dim changes results; without it, {exact.name} takes {more:.1f} ms more")
+        lines.append(f"split_dim and inverse_lag change results; without them, {exact.name} takes {more:.1f} ms more")
     timeline = best.steps[0][2]
     busy, network = timeline.busy(0), timeline.network(0)
     stages = [f"{stage} {1e3 * value:.1f}" for stage, value in sorted(busy.items(), key=lambda item: -item[1])]

@@ -31,6 +31,7 @@ class Choices:
     moments: bool = False
     factor_interval: int = 10
     inverse_interval: int = 100
+    inverse_lag: int = 0
     split_dim: int | None = None
     """As the layers were split: ``spec.split``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,8 @@ class Found:
         workers = "" if self.choices.worker_fraction is None else f" {self.choices.worker_fraction:.3g}"
         wire = "" if self.choices.wire_dtype is None else f", {self.choices.wire_dtype} wire"
         pieces = "" if self.choices.split_dim is None else f", split at {self.choices.split_dim}"
-        return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}{pieces}"
+        lag = f", lag {self.choices.inverse_lag}" if self.choices.inverse_lag else ""
+        return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}{pieces}{lag}"
 
     def network(self, rank: int = 0) -> tuple[float, float]:
         """Return hidden and exposed seconds of a rank's transfers, in the mean of a step."""
@@ -56,6 +58,10 @@ def predict(plan: Plan, choices: Choices, overlap: bool, cluster: Cluster, work:
     """Return what a plan costs."""
     program = expand(plan)
     kinds = kinds_of(choices.factor_interval, choices.inverse_interval, overlap=overlap)
+    if choices.inverse_lag:  # beside steps of the last kind, which are the most
+        each = simulate(plan, cluster, work, replace(kinds[-1][2], decomposes=False), program=program, keep=0).seconds
+        beside = choices.inverse_lag * each
+        kinds = [(name, count, replace(kind, beside=beside)) for name, count, kind in kinds]
     steps = tuple(
         (name, count, simulate(plan, cluster, work, kind, program=program, keep=keep)) for name, count, kind in kinds
     )
@@ -90,15 +96,17 @@ def search(
     memory_bytes: int | None = None,
     wire_dtypes: Sequence[str | None] = (None,),
     split_dims: Sequence[int | None] = (None,),
+    inverse_lags: Sequence[int] = (0,),
 ) -> list[Found]:
     """Return all candidates that fit, the fastest first; of equals the one with less memory, then by name.
 
-    ``split_dims``: of ``spec.split``; these approximate.
+    ``split_dims``: of ``spec.split``, which approximate; ``inverse_lags``: as in the settings, which use older
+    decompositions, computed where nothing else is: on cores or a GPU's units that the steps leave free.
     """
     found = []
-    for split_dim in split_dims:
-        pieces = split(layers, split_dim)
-        for own, overlap in candidates(replace(choices, split_dim=split_dim), world_size, wire_dtypes=wire_dtypes):
+    for split_dim, lag in itertools.product(split_dims, inverse_lags):
+        pieces, chosen = split(layers, split_dim), replace(choices, split_dim=split_dim, inverse_lag=lag)
+        for own, overlap in candidates(chosen, world_size, wire_dtypes=wire_dtypes):
             if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
                 continue
             plan = make_plan(pieces, world_size, own, cluster, work)

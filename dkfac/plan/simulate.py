@@ -42,6 +42,8 @@ class Kind:
     measures: bool = True
     decomposes: bool = True
     overlap: bool = False
+    beside: float = 0.0
+    """Seconds of the steps beside which decompositions are computed (``inverse_lag``); the rest is waited for."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,8 @@ def simulate(plan: Plan, cluster: Cluster, work: Work, kind: Kind, *, program: P
         _work(per_rank(_averaging(plan, cluster), world), "average", cluster, clock)
     if kind.decomposes:
         _transfer_all(program.stage("means"), cluster, clock)
-        _work(per_rank(_decompositions(plan, cluster), world), "decompose", cluster, clock)
+        left = [max(0.0, seconds - kind.beside) for seconds in per_rank(_decompositions(plan, cluster), world)]
+        _work(left, "decompose", cluster, clock)
         _transfer_all(program.stage("status"), cluster, clock)
         _transfer_all(program.stage("decompositions"), cluster, clock)
     _work(per_rank(_preconditioning(plan, cluster), world), "precondition", cluster, clock)
