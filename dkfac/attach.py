@@ -144,11 +144,18 @@ def for_roles(settings: Settings, roles: Any) -> Settings:
         return settings
     if roles.role != "gradient":
         raise ValueError(f"this rank is a {roles.role} worker: call roles.serve(...) instead of attaching K-FAC")
-    kind = settings.curvature == "ekfac" or settings.fisher != "empirical" or settings.split_dim is not None
+    if roles.closed:
+        raise ValueError("these roles have ended with the K-FAC they were given to: call dkfac.roles again")
+    kind = (
+        settings.share == "weights"
+        or settings.curvature == "ekfac"
+        or settings.fisher != "empirical"
+        or settings.split_dim is not None
+    )
     if kind or settings.strategy not in ("auto", "replicated") or settings.spread_refresh > 1:
         raise ValueError(
-            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical" and whole factors, and need no '
-            "strategy or spread_refresh: helpers measure and decompose"
+            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical", share="gradients" and whole factors, '
+            "and need no strategy or spread_refresh: helpers measure and decompose"
         )
     return replace(settings, strategy="replicated", cluster=None)
 

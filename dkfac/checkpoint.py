@@ -18,6 +18,7 @@ from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.plan.plan import Holding
 from dkfac.plan.spec import FactorSpec
+from dkfac.settings import SCHEDULES
 from dkfac.state import Average, LayerState, rotate_moments
 
 VERSION = 2
@@ -35,6 +36,7 @@ class Loaded:
     begun: dict[str, LayerState] = field(default_factory=dict)
     """With ``inverse_lag``: the factors of a refresh whose results were not in use yet."""
     begun_at: int = -1
+    begun_schedules: dict[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -49,6 +51,7 @@ def save(
     lag: bool = False,
     begun: dict[str, LayerState] | None = None,
     begun_at: int = -1,
+    begun_schedules: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return the state. ``begun``: what a refresh that began at a step works on, if settings have a ``lag``."""
     zero = torch.zeros((), device=next(iter(layers.values())).weight.device)
@@ -63,6 +66,8 @@ def save(
     }
     if lag and decompositions:
         saved["begun_at"] = begun_at
+        saved["begun_layers"] = ",".join(begun or ())
+        saved["begun_schedules"] = begun_schedules or dict.fromkeys(SCHEDULES, 0.0)
         for name, layer in layers.items():
             saved["layers"][name]["begun"] = _save_begun((begun or {}).get(name), layer, holds(name))
     return saved
@@ -159,8 +164,10 @@ def load(saved: dict[str, Any], layers: dict[str, Layer], holds: Callable[[str],
     counters = {k: int(v) for k, v in saved["counters"].items()}
     lacking = [name for name in layers if lacks(states[name], holds(name))]
     begun_at = int(saved.get("begun_at", -1))
-    begun = {} if begun_at < 0 else {n: _load_begun(found[n]["begun"], la, states[n]) for n, la in layers.items()}
-    return Loaded(states, int(saved["step"]), counters, device, lacking, begun, begun_at)
+    names = [name for name in saved["begun_layers"].split(",") if name in layers] if begun_at >= 0 else []
+    begun = {name: _load_begun(found[name]["begun"], layers[name], states[name]) for name in names}
+    schedules = {name: float(value) for name, value in saved.get("begun_schedules", {}).items()}
+    return Loaded(states, int(saved["step"]), counters, device, lacking, begun, begun_at, schedules)
 
 
 def _load_begun(saved: dict[str, Any], layer: Layer, state: LayerState) -> LayerState:

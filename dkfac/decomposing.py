@@ -57,7 +57,10 @@ def take_up(runner: Runner) -> None:
         return
     begun = later.take(runner)
     for layer in begun.layers:
-        runner.states[layer.name].means = begun.states[layer.name].means
+        if layer.name in begun.states:
+            means = begun.states[layer.name].means
+            here = {key: mean.to(layer.weight.device, layer.dtype) for key, mean in means.items()}
+            runner.states[layer.name].means = here
     _adopt(runner, begun.layers, begun.found, begun.error, begun.since)
     runner.count_refresh()
 

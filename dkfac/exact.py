@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dkfac.engine import reaches
+from dkfac.layers.rows import Sample
 from dkfac.settings import FisherLoss
 from dkfac.tape import Tape
 
@@ -84,9 +85,10 @@ def _sampled(tape: Tape, output: Tensor, loss: FisherLoss, *, by_token: bool) ->
     step = tape.sample.turn
     generator = torch.Generator(output.device).manual_seed((step * 1009 + tape.window.num_passes) * 65537 + tape.rank)
     column = draw(output, loss, generator, by_token=by_token)
-    every = round(1 / tape.settings.fisher_fraction)
+    every = min(len(column), round(1 / tape.settings.fisher_fraction))
     if every > 1:
-        kept = torch.arange(len(column), device=column.device).add_(step) % every == 0
+        first = Sample(every, step).offset
+        kept = torch.arange(len(column), device=column.device).add_(first) % every == 0
         share = kept.sum().clamp(min=1) / len(column)
         column = column * (kept / share.sqrt()).to(column.dtype).view(-1, *[1] * (column.ndim - 1))
     yield column
@@ -102,7 +104,7 @@ def propagate(tape: Tape, output: Tensor, edge: GradientEdge, loss: FisherLoss, 
         return
     tape.enter()
     tape.begin_pass(float(terms))
-    mask, scale = tape.mask, tape.gradient_scale()
+    mask, scale = tape.mask, tape.gradient_scale() / tape.terms_of_pass(terms)  # as small as the loss's own gradient
     try:
         passes = _sampled(tape, output, loss, by_token=by_token)
         if tape.settings.fisher == "exact":
@@ -111,6 +113,7 @@ def propagate(tape: Tape, output: Tensor, edge: GradientEdge, loss: FisherLoss, 
             if mask is not None and mask.shape == column.shape[:-1]:
                 column = column * mask.to(column).unsqueeze(-1)
             tape.column = index
-            torch.autograd.grad(edge, weights, column * scale, retain_graph=True, allow_unused=True)
+            small = (_wide(column) * scale).to(output.dtype)
+            torch.autograd.grad(edge, weights, small, retain_graph=True, allow_unused=True)
     finally:
         tape.column = None

@@ -122,8 +122,6 @@ class KFAC:
                 "this KFAC is attached to an optimizer, whose step() preconditions already; "
                 "use KFAC(model) for a loop that calls kfac.step() itself"
             )
-        if self._closed:
-            raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
         self._run(lr)
 
     def lm_step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
@@ -137,7 +135,7 @@ class KFAC:
         """Move the parameters by preconditioned gradients, with the length and momentum at which the quadratic model of
         the loss is least, instead of ``optimizer.step()``. ``closure`` returns loss and output of the model."""
         parameters = [p for p in self._parameters() if p.grad is not None]
-        quadratic.take(self._runner, self._model, parameters, self._moves, lambda: self._run(None), closure)
+        quadratic.take(self._runner, self._model, parameters, self._moves, self._run, closure, self._optimizer)
 
     def set_terms(self, n: Tensor | float, mask: Tensor | None = None) -> None:
         """Say that the next backward pass is a mean over ``n`` terms (padding, ignored labels), before it runs.
@@ -323,8 +321,10 @@ class KFAC:
             self._stepped = False
             self._runner.share_weights()
 
-    def _run(self, lr: float | None) -> None:
+    def _run(self, lr: float | None = None) -> None:
         """Take K-FAC's part of a step, whatever precision the loop runs in."""
+        if self._closed:
+            raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
         loop.check_scaler(self._optimizer, has_scaler=self._probe.has_scaler)
         check_world(self._runner.plan.world_size, self._process_group)
         device_type = self.layers[0].weight.device.type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from dkfac import shares, stages
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, from_tensors
-from dkfac.settings import Settings
+from dkfac.settings import SCHEDULES, Settings
 from dkfac.state import Average, LayerState
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Begun:
     layers: list[Layer]
     states: dict[str, LayerState]
     """Copies of the factors that this rank holds, with their means and the decompositions to start from."""
+    settings: Settings
+    """With schedules as they were then."""
     found: shares.Found = field(default_factory=dict)
     error: BaseException | None = None
     work: dict[str, Future[Any]] = field(default_factory=dict)
@@ -47,28 +49,42 @@ class Later:
         self._pool: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.begun: Begun | None = None
+        self.rounds = False
+        """Whether a switch of the process rounds products on a GPU, outside of K-FAC's own work."""
         self._due = -1
 
     def is_due(self, step: int) -> bool:
         return self.begun is not None and step >= self._due
 
     def begin(self, runner: Runner, layers: list[Layer], means: Means) -> None:
-        """Copy the factors that this rank holds and begin with those that it decomposes."""
+        """Copy the factors that this rank holds and begin with those that it decomposes. What goes wrong is raised
+        where the results are due, on all ranks."""
+        if not layers:
+            return
+        try:
+            self.restart(runner, self._copy(runner, layers, means))
+        except Exception as caught:
+            if runner.exchange is None:
+                raise
+            settings = frozen(runner.settings, runner.step)
+            self.begun, self._due = Begun(runner.step, layers, {}, settings, error=caught), runner.step
+            self._due += settings.inverse_lag
+
+    def _copy(self, runner: Runner, layers: list[Layer], means: Means) -> Begun:
         states = {}
         for layer in layers:
             state = runner.states[layer.name]
             running = {key: Average(a.value.clone(), a.weight.clone()) for key, a in state.running.items()}
             own = dict(state.decompositions)
             states[layer.name] = LayerState(state.num_factors, running, own, means[layer.name])
-        if layers:
-            self.restart(runner, Begun(runner.step, layers, states))
+        return Begun(runner.step, layers, states, frozen(runner.settings, runner.step))
 
     def restart(self, runner: Runner, begun: Begun) -> None:
         """Begin with what was copied or loaded; results hold from the lag's step on, or from now if that is past."""
         self.begun, self._due = begun, max(begun.since + self._settings.inverse_lag, runner.step)
         for layer in begun.layers:
             keys = shares.decomposed_here(runner, layer)
-            begun.work[layer.name] = self._start(layer, begun.states[layer.name], keys, begun.since)
+            begun.work[layer.name] = self._start(layer, begun.states[layer.name], keys, begun)
 
     def take(self, runner: Runner) -> Begun:
         """Return the results, waiting for those that are late."""
@@ -77,7 +93,7 @@ class Later:
         self.begun = None
         if not all(future.done() for future in begun.work.values()):
             runner.counters["late"] += 1
-        for layer in begun.layers:
+        for layer in begun.layers if begun.error is None else ():
             try:
                 found, done = begun.work[layer.name].result()
                 begun.found[layer.name] = _here(found, done, layer)
@@ -94,7 +110,10 @@ class Later:
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint says of it."""
         begun = self.begun
-        found = {} if begun is None else {"begun": begun.states, "begun_at": begun.since}
+        found: dict[str, Any] = {}
+        if begun is not None and begun.error is None:
+            schedules = {name: begun.settings.at(name, begun.since) for name in SCHEDULES}
+            found = {"begun": begun.states, "begun_at": begun.since, "begun_schedules": schedules}
         return {"lag": self._settings.inverse_lag > 0, **found}
 
     def close(self) -> None:
@@ -103,9 +122,9 @@ class Later:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
-    def _start(self, layer: Layer, state: LayerState, keys: list[str], since: int) -> Future[Any]:
-        settings, device = self._settings, layer.weight.device
-        backend = choose_backend(settings, device)
+    def _start(self, layer: Layer, state: LayerState, keys: list[str], begun: Begun) -> Future[Any]:
+        settings, since, device = begun.settings, begun.since, layer.weight.device
+        backend = choose_backend(settings, device, rounds=self.rounds)
         ready: torch.cuda.Event | None = None
         stream: torch.cuda.Stream | None = None
         if backend == "threads" and device.type == "cuda":
@@ -128,12 +147,17 @@ class Later:
         return self._pool.submit(work)
 
 
-def choose_backend(settings: Settings, device: torch.device) -> str:
+def choose_backend(settings: Settings, device: torch.device, *, rounds: bool) -> str:
     """Return where decompositions are computed: on a stream only where no switch of the process rounds products."""
     if settings.inverse_backend != "auto":
         return settings.inverse_backend
-    rounds = settings.tf32 or torch.get_float32_matmul_precision() != "highest"
-    return "stream" if device.type == "cuda" and not rounds else "threads"
+    return "stream" if device.type == "cuda" and not (rounds or settings.tf32) else "threads"
+
+
+def frozen(settings: Settings, step: int) -> Settings:
+    """Return settings with schedules as they are at a step."""
+    numbers: dict[str, Any] = {name: settings.at(name, step) for name in SCHEDULES}
+    return replace(settings, **numbers)
 
 
 def _worker(
@@ -184,7 +208,9 @@ def _on_cpu(state: LayerState, *, with_decompositions: bool) -> LayerState:
     """Return a copy on the CPU; it is there when an event recorded after this call has passed."""
 
     def moved(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
 
     running = {key: Average(moved(a.value), moved(a.weight)) for key, a in state.running.items()}
     own = dict(state.decompositions)

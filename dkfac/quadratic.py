@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dkfac.comm import collectives
-from dkfac.exact import term_width
+from dkfac.exact import check_output, term_width
 from dkfac.exchange import vector
 from dkfac.settings import FisherLoss, Settings
-from dkfac.trust import ROUNDING, LevenbergMarquardt, buffers_kept
+from dkfac.trust import ROUNDING, LevenbergMarquardt, buffers_kept, check_unscaled
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -33,6 +33,8 @@ Closure = Callable[[], tuple[Tensor, Tensor]]
 def check(settings: Settings) -> None:
     if settings.fisher_loss is None:
         raise RuntimeError('quadratic_step needs fisher_loss="cross-entropy", "bernoulli" or "mse": the loss it models')
+    if settings.share == "weights":
+        raise RuntimeError('quadratic_step needs all gradients on every rank: share="gradients"')
     if settings.rescale != "none" or settings.damping_mode != "absolute" or settings.curvature == "adam-eigen":
         raise RuntimeError(
             'quadratic_step chooses the length itself, with the damping as it is: it goes with rescale="none", '
@@ -47,9 +49,13 @@ def take(
     last: dict[int, Tensor],
     precondition: Callable[[], None],
     closure: Closure,
+    optimizer: Any,
 ) -> None:
     """Precondition and step; with a Levenberg-Marquardt damping also look at the loss again, every few steps."""
     check(runner.settings)
+    check_unscaled(runner.tape.scaler, optimizer)
+    if runner.tape.terms is not None or runner.tape.pending_terms is not None:
+        raise RuntimeError("quadratic_step takes the loss for a mean over all examples or tokens, not set_terms(n)")
     with warnings.catch_warnings():  # of torch's own, where it first needs forward-mode rules
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
@@ -90,8 +96,14 @@ def step(
     befores = [last.get(id(p), torch.zeros_like(p)) for p in parameters]
     by_token = settings.loss_terms == "token"
     with torch.no_grad(), buffers_kept(model):
+        noise = _Noise(parameters[0].device)
         loss, output = closure()
-        tangents = [_pushed(model, parameters, moves, closure) for moves in (directions, befores)]
+        check_output(output, settings.fisher_loss, by_token=by_token)
+        tangents = []
+        for moves in (directions, befores):
+            noise.again()
+            tangents.append(_pushed(model, parameters, moves, closure))
+        noise.again()
     pairs = ((0, 0), (0, 1), (1, 1))
     curved = [_form(output, tangents[i], tangents[j], settings.fisher_loss, by_token=by_token) for i, j in pairs]
     told = vector([loss.detach(), *curved], output.device)
@@ -132,6 +144,19 @@ def look(
         after = collectives.all_reduce(after, runner.exchange.groups.everyone).wait() / runner.plan.world_size
     noise = ROUNDING * torch.finfo(torch.float32).eps * abs(before)
     damping.look(float(after) - before, predicted, noise)
+
+
+class _Noise:
+    """Random numbers, as of dropout, that are to be the same in several forward passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cpu = device, torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def again(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 def _pushed(model: nn.Module, parameters: list[Tensor], moves: list[Tensor], closure: Closure) -> Tensor:

@@ -22,7 +22,7 @@ from dkfac.later import Begun, Later
 from dkfac.layers.layer import Layer
 from dkfac.notices import Notices
 from dkfac.ops.decompose import stored
-from dkfac.ops.precision import tf32
+from dkfac.ops.precision import rounds_products, tf32
 from dkfac.overlap import Overlap
 from dkfac.plan.plan import Holding, Plan
 from dkfac.refresh import RUNGS
@@ -127,10 +127,13 @@ class Runner:
         self.later.forget()
         self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
         self.publish_bases()
-        begun = {name: state for name, state in loaded.begun.items() if self.states[name].decomposed_at >= 0}
-        if begun:
-            layers = [layer for layer in self.layers if layer.name in begun]
-            self.later.restart(self, Begun(loaded.begun_at, layers, begun))
+        layers = [layer for layer in self.layers if layer.name in loaded.begun]
+        if layers:
+            self.later.rounds = rounds_products() if layers[0].weight.is_cuda else False
+            settings = replace(self.settings, **loaded.begun_schedules)
+            self.later.restart(self, Begun(loaded.begun_at, layers, loaded.begun, settings))
+        if self.remote is not None:
+            self.remote.forget()
         for layer in self.layers if self.settings.tf32 else ():
             self.note_rounding(layer, stages.may_round(layer, self.states[layer.name], self.settings, self.step))
 
@@ -189,6 +192,8 @@ class Runner:
                 self.notices.capture(measured.layers, measured.num_passes)
             with timer.stage("average", device):
                 good_batch = self._average(measured, good, device)
+        if self.settings.inverse_lag and device.type == "cuda":
+            self.later.rounds = rounds_products()
         with timer.stage("decompose", device), tf32(False, device):
             decompose(self)
         with timer.stage("precondition", device):

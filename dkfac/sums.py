@@ -64,17 +64,19 @@ def input_sum(
     return ops.in_weight_order(total, _taps(layer, rows)), count
 
 
-def map_sum(layer: Layer, factor: FactorSpec, rows: Rows, *_: object, **__: object) -> tuple[Tensor, float]:
+def map_sum(
+    layer: Layer, factor: FactorSpec, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False
+) -> tuple[Tensor, Tensor | float]:
     """Return the sum over examples of ``X X^T`` (channels) or ``X^T X`` (positions), where inputs are flattened maps X,
     and what to divide by: told once, with the channels."""
-    assert rows.a is not None
-    channels = layer.spec.factor("A_C").dim
-    maps = rows.a.reshape(-1, channels, rows.a.shape[-1] // channels).to(layer.dtype)
+    assert not as_rows, "maps do not travel as rows"
+    flat, count = input_sum(layer, factor, rows, mask, settings, as_rows=True)
+    channels, positions = (layer.spec.factor(key).dim for key in ("A_C", "A_S"))
+    maps = flat[:, : channels * positions].view(-1, channels, positions)
     if factor.key == "A_C":
         maps = maps.mT
-    flat = maps.reshape(-1, maps.shape[-1])
-    count = float(len(maps)) if factor.key == "A_C" else 0.0
-    return (flat.mT @ flat).unsqueeze(0), count
+    sides = maps.reshape(-1, maps.shape[-1])
+    return (sides.mT @ sides).unsqueeze(0), count if factor.key == "A_C" else 0.0
 
 
 def inputs_of(layer: Layer, rows: Rows) -> Tensor:

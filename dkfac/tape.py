@@ -50,9 +50,9 @@ class Tape:
         self.rank = 0
         by_example = settings.weight_sharing == "reduce" or settings.curvature == "ekfac"
         self.sample = Sample(settings.measure_every, 0, by_example)
-        self._scaler = scaler
-        self._pending_terms: Terms | None = None
-        self._terms: Terms | None = None
+        self.scaler = scaler
+        self.pending_terms: Terms | None = None
+        self.terms: Terms | None = None
         self.as_rows: set[tuple[str, str]] = set()
         """Factors, as (layer, key), whose rows are kept instead of summed."""
         self.overlap: Overlap | None = None
@@ -77,7 +77,7 @@ class Tape:
             number = number.detach().to(torch.float64)  # integers would divide to float32
         if mask is not None and self.overlap is not None and self.overlap.has_inputs:
             raise RuntimeError("with overlap=True call set_terms(n, mask) before the forward, which measures inputs")
-        self._pending_terms = Terms(number, mask)
+        self.pending_terms = Terms(number, mask)
 
     def begin_step(self, step: int) -> None:
         """Choose which rows the coming step measures, if not all."""
@@ -86,11 +86,11 @@ class Tape:
     @property
     def next_mask(self) -> Tensor | None:
         """Of the next backward pass, as far as it was said."""
-        return None if self._pending_terms is None else self._pending_terms.mask
+        return None if self.pending_terms is None else self.pending_terms.mask
 
     def forget_terms(self) -> None:
         """What was said of a pass that was not measured does not hold for the next."""
-        self._pending_terms = None
+        self.pending_terms = None
 
     def discard(self) -> None:
         """Forget what was measured since the last step."""
@@ -114,7 +114,7 @@ class Tape:
         if self._task != -1:
             return
         self._task, self._counted = task, False
-        self._terms = None
+        self.terms = None
         torch.autograd.Variable._execution_engine.queue_callback(self.leave)
         self.drop_void()
         self.window.scaler_epoch = self._epoch()
@@ -128,7 +128,7 @@ class Tape:
 
     def _epoch(self) -> object:
         """Return the table that ``scaler.update()`` replaces."""
-        return getattr(self._scaler, "_per_optimizer_states", None)
+        return getattr(self.scaler, "_per_optimizer_states", None)
 
     def leave(self) -> None:
         self._task = -1
@@ -173,15 +173,18 @@ class Tape:
         if self._counted:
             return
         self._counted = True
-        self._terms, self._pending_terms = self._pending_terms, None
+        self.terms, self.pending_terms = self.pending_terms, None
         self._warn_if_never_stepped()
         self.window.num_passes += 1
-        number = terms if self._terms is None else self._terms.number
+        number = terms if self.terms is None else self.terms.number
         self.window.terms = _here(self.window.terms, number) + number
+
+    def terms_of_pass(self, terms: int) -> Tensor | float:
+        return float(terms) if self.terms is None else self.terms.number
 
     @property
     def mask(self) -> Tensor | None:
-        return None if self._terms is None else self._terms.mask
+        return None if self.terms is None else self.terms.mask
 
     def record(
         self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, *, at_once: bool = False,
@@ -215,8 +218,8 @@ class Tape:
                 self.begin_pass(float(terms))
             if g.numel() == 0:
                 return
-            number = float(terms) if self._terms is None else _here(self._terms.number, g)
-            weight = 1.0 if exact or self.settings.accumulate == "terms" else number * number
+            number = _here(self.terms_of_pass(terms), g)
+            weight = 1.0 if not exact and self.settings.accumulate == "terms" else number * number
             name = layer.spec.name
             sums = self.window.layers.get(name)
             if sums is None:
@@ -258,16 +261,16 @@ class Tape:
             self.waits
             and self.may_wait
             and self._is_plain
-            and (self._terms is None or self._terms.mask is None)
+            and (self.terms is None or self.terms.mask is None)
             and (self.overlap is None or not self.overlap.active)
             and (not self.as_rows or all(other != name for other, _ in self.as_rows))
         )
 
     def gradient_scale(self) -> Tensor | float:
         """What the loss, and so every gradient, is multiplied by for half precision."""
-        if self._scaler is None or not self._scaler.is_enabled():
+        if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
-        scale: Tensor | float = self._scaler._get_scale_async()
+        scale: Tensor | float = self.scaler._get_scale_async()
         return 1.0 if scale is None else scale
 
     def _warn_if_never_stepped(self) -> None:

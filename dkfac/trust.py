@@ -29,8 +29,8 @@ ROUNDING = 16.0
 class LevenbergMarquardt:
     """A damping for ``KFAC(..., damping=LevenbergMarquardt(1e-2))``, changed by ``kfac.lm_step`` every few steps.
 
-    It falls where the loss falls as much as the quadratic model says, and rises where it does not. A step that is seen
-    to raise the loss is taken back: the weights are what they were, the optimizer's momentum goes on.
+    It falls where the loss falls as much as the quadratic model says, and rises where it does not. A step of
+    ``lm_step`` that is seen to raise the loss is taken back: weights are what they were, the momentum goes on.
     """
 
     def __init__(
@@ -67,14 +67,23 @@ def check(settings: Any, optimizer: Any) -> tuple[Any, LevenbergMarquardt]:
         raise RuntimeError(
             "lm_step changes a damping that was given as KFAC(..., damping=dkfac.LevenbergMarquardt(...))"
         )
-    if settings.damping_mode != "absolute" or settings.solver == "cholesky" or settings.curvature == "adam-eigen":
+    if settings.damping_mode != "absolute" or settings.solver == "cholesky" or settings.curvature != "kfac":
         raise RuntimeError(
-            'lm_step goes with damping_mode="absolute", solver="eigen" or "warm-eigen" and curvature="kfac" or '
-            '"ekfac": the model it looks at is the eigenvalues plus the damping'
+            'lm_step goes with damping_mode="absolute", solver="eigen" or "warm-eigen" and curvature="kfac": the '
+            "model it looks at is the eigenvalues plus the damping"
         )
     if optimizer is None:
         raise RuntimeError("lm_step takes the optimizer's step: attach K-FAC to an optimizer")
     return optimizer, damping
+
+
+def check_unscaled(scaler: Any, optimizer: Any) -> None:
+    """Refuse gradients that are still multiplied by a loss scale: they are compared with losses that are not."""
+    if scaler is None or not scaler.is_enabled():
+        return
+    known = scaler._per_optimizer_states.get(id(optimizer), {}) if optimizer is not None else {}
+    if getattr(known.get("stage"), "name", "") != "UNSCALED":
+        raise RuntimeError("gradients are scaled: call scaler.unscale_(optimizer) before lm_step or quadratic_step")
 
 
 def step(
@@ -86,6 +95,7 @@ def step(
     closure: Callable[[], Tensor | float],
 ) -> None:
     """Take the optimizer's step; every few steps look at the same batch again and change the damping."""
+    check_unscaled(runner.tape.scaler, optimizer)
     if runner.step % damping.every:
         optimizer.step()
         return
@@ -107,7 +117,7 @@ def step(
         told[:2] /= runner.plan.world_size
     before, after, quadratic = told.tolist()
     dtype = loss_before.dtype if isinstance(loss_before, Tensor) else torch.float64
-    noise = ROUNDING * torch.finfo(dtype).eps * abs(before)
+    noise = ROUNDING * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * abs(before)
     damping.look(after - before, float(linear) + 0.5 * (quadratic + float(ridge)), noise)
     if damping.ratio < 0:
         with torch.no_grad():

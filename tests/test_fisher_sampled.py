@@ -149,3 +149,31 @@ def test_images_of_outputs_are_one_term_each():
     options = {"fisher": "sampled", "fisher_loss": "bernoulli", "factor_decay": 0.9999999}
     sampled = factors_of(model, x.repeat(400, 1, 1, 1), "bernoulli", steps=5, **options)["0"]["G"]
     assert (sampled - exact).norm() < 0.02 * exact.norm()
+
+
+def test_few_examples_and_a_small_fraction_leave_the_scale_alone():
+    model, x = net(), randn(2, 4)
+    options = {"fisher": "sampled", "fisher_loss": "cross-entropy", "factor_decay": 0.9999999}
+    whole, part = (
+        factors_of(model, x, "cross-entropy", steps=1500, fisher_fraction=f, **options)["2"]["G"] for f in (1.0, 0.1)
+    )
+    assert float(part.trace()) == pytest.approx(float(whole.trace()), rel=0.1)
+
+
+def test_a_large_loss_scale_does_not_drop_every_batch():
+    """The pass of drawn labels is as small as that of the loss: where one fits into float16, so does the other."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = {"fisher": "sampled", "fisher_loss": "cross-entropy", "factor_interval": 1, "inverse_interval": 1}
+    kfac = KFAC(model, optimizer, grad_scaler=scaler, announce=False, warmup_refresh=None, **options)
+    x, y = torch.randn(512, 4), torch.randint(3, (512,))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = model(x)
+        scaler.scale(F.cross_entropy(output.float(), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert kfac.metrics()["skipped_batches"] == 0
+    assert kfac.metrics()["refreshes"] == 3

@@ -187,3 +187,48 @@ def test_what_cannot_be_is_refused_before_anything_is_hooked(options, message):
     with pytest.raises(ValueError, match=message):
         KFAC(model, **(PLAIN | options))
     assert not model[3]._forward_hooks
+
+
+def test_only_what_follows_a_map_is_taken_for_one():
+    from dkfac.layers.find import find_layers
+    from dkfac.settings import Settings
+
+    with torch.device("meta"):
+        patches = nn.Sequential(
+            nn.Conv2d(3, 64, 4), nn.LayerNorm(64), nn.Linear(64, 16384), nn.GELU(), nn.Linear(16384, 64, bias=False)
+        )
+        dense = nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(256), nn.ReLU(), nn.Flatten(), nn.Linear(256 * 49, 10)
+        )
+    layers, left = find_layers(patches, Settings(), None, meta=True)
+    assert all(layer.kind != "linear-map" for layer in layers)
+    assert [item.name for item in left if "max_dim" in item.reason] == ["2", "4"]
+    layers, _ = find_layers(dense, Settings(), None, meta=True)
+    assert [f.dim for layer in layers if layer.kind == "linear-map" for f in layer.spec.factors] == [256, 49, 10]
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_padding_stays_out_of_both_factors(sharing):
+    x, mask = torch.randn(6, 4, C * S).double(), torch.arange(4).expand(6, 4) < 3
+    x = torch.where(mask[..., None], x, 100.0)
+    found = {}
+    for name, maps in (("plain", "off"), ("map", {"0": C})):
+        model = nn.Sequential(nn.Linear(C * S, OUT, bias=False)).double()
+        options = PLAIN | {"loss_terms": "token", "weight_sharing": sharing}
+        with KFAC(model, flattened=maps, **options) as kfac:
+            kfac.set_terms(18, mask)
+            (model(x) * mask[..., None]).square().sum().div(18).backward()
+            kfac.step()
+            found[name] = kfac.factors()["0"]
+    assert float(found["map"]["A_C"].trace()) == pytest.approx(float(found["plain"]["A"].trace()))
+    assert float(found["map"]["A_S"].trace()) == pytest.approx(float(found["plain"]["A"].trace()))
+
+
+def test_maps_of_several_layers_are_turned_each_by_its_own_bases():
+    from dkfac.ops.precondition import on_map
+
+    grads, c, s = torch.randn(3, 5, C * S + 1), torch.randn(3, C, C), torch.randn(3, S, S)
+    found = on_map(grads, c, s)
+    for g, left, right, one in zip(grads, c, s, found, strict=True):
+        torch.testing.assert_close(one[:, :-1], g[:, :-1] @ torch.kron(left, right))
+        assert torch.equal(one[:, -1], g[:, -1])

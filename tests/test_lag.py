@@ -206,7 +206,65 @@ def test_workers_end_with_the_kfac(end):
 
 def test_on_a_gpu_a_stream_is_chosen_unless_something_rounds_products():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert later.choose_backend(Settings(inverse_lag=1), cuda) == "stream"
-    assert later.choose_backend(Settings(inverse_lag=1, tf32=True), cuda) == "threads"
-    assert later.choose_backend(Settings(inverse_lag=1), cpu) == "threads"
-    assert later.choose_backend(Settings(inverse_lag=1, inverse_backend="inline"), cuda) == "inline"
+    lag = Settings(inverse_lag=1)
+    assert later.choose_backend(lag, cuda, rounds=False) == "stream"
+    assert later.choose_backend(lag, cuda, rounds=True) == "threads"
+    assert later.choose_backend(Settings(inverse_lag=1, tf32=True), cuda, rounds=False) == "threads"
+    assert later.choose_backend(lag, cpu, rounds=False) == "threads"
+    assert later.choose_backend(Settings(inverse_lag=1, inverse_backend="inline"), cuda, rounds=True) == "inline"
+
+
+def test_a_layer_first_used_while_a_refresh_is_under_way_keeps_its_own_after_a_resume():
+    class Late(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.a, self.b = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 3).double()
+
+        def forward(self, x, late):
+            return self.b(self.a(x)) if late else self.a(x)[:, :3]
+
+    def start():
+        model = Late()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        options = EXACT | {"factor_interval": 1, "inverse_interval": 8, "inverse_lag": 6, "inverse_backend": "inline"}
+        return model, optimizer, KFAC(model, optimizer, **options)
+
+    def take(model, optimizer, begin, end):
+        for step in range(begin, end):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            model(x, step >= 9).square().mean().backward()
+            optimizer.step()
+
+    straight = start()
+    take(*straight[:2], 0, 18)
+    first = start()
+    take(*first[:2], 0, 11)
+    again = start()
+    for new, old in zip(again, first, strict=True):
+        new.load_state_dict(old.state_dict())
+    take(*again[:2], 11, 18)
+    assert_same(weights_of(again[0]), weights_of(straight[0]), 0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_damping_that_follows_the_loss_is_that_of_the_refreshs_step(backend):
+    found = []
+    for delay in (0.0, 0.05):
+        model = build("small")
+        seen = {"loss": 1.0}
+        optimizer = torch.optim.SGD(model.parameters(), **SGD)
+        options = {"inverse_lag": 3, "inverse_backend": backend, "solver": "cholesky"}
+        KFAC(model, optimizer, **(EXACT | options | {"damping": lambda step, seen=seen: 1e-2 * seen["loss"]}))
+        for step in range(10):
+            ((x, y),) = cut(step, [24], "small")[0]
+            optimizer.zero_grad()
+            loss = mean_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            seen["loss"] = float(loss.detach())
+            time.sleep(delay)
+        found.append(weights_of(model))
+    assert_same(*found, 0.0)

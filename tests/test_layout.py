@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "window": set(),
     "capture": {"exact", "layers", "nodes", "settings", "tape"},
     "nodes": {"exact", "settings", "tape"},
-    "exact": {"engine", "settings", "tape"},
+    "exact": {"engine", "layers", "settings", "tape"},
     "refresh": {"ops", "settings"},
     "stacks": {"layers", "ops", "state"},
     "stages": {"layers", "ops", "plan", "refresh", "run", "settings", "stacks", "state"},
@@ -76,7 +76,7 @@ MAY_IMPORT = {
         "window",
     },
     "report": {"layers", "plan", "run", "settings", "state"},
-    "checkpoint": {"layers", "ops", "plan", "state"},
+    "checkpoint": {"layers", "ops", "plan", "settings", "state"},
     "owned": {"layers"},
     "loop": set(),
     "crew": {

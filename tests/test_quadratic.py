@@ -10,7 +10,8 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 
 from dkfac import KFAC, LevenbergMarquardt
-from dkfac.quadratic import solve
+from dkfac.quadratic import check, solve
+from dkfac.settings import Settings
 
 PLAIN = {"announce": False, "warmup_refresh": None, "factor_interval": 1, "inverse_interval": 1, "rescale": "none"}
 N = 12
@@ -161,7 +162,11 @@ def test_where_the_last_move_adds_nothing_the_direction_alone_is_used():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({}, "fisher_loss"), ({"fisher_loss": "mse", "rescale": "norm"}, "rescale")]
+    ("options", "message"),
+    [
+        ({}, "fisher_loss"),
+        ({"fisher_loss": "mse", "rescale": "norm"}, "rescale"),
+    ],
 )
 def test_what_it_does_not_go_with_is_said(options, message):
     model = net()
@@ -169,3 +174,47 @@ def test_what_it_does_not_go_with_is_said(options, message):
     model(inputs()).sum().backward()
     with pytest.raises(RuntimeError, match=message):
         kfac.quadratic_step(lambda: (model(inputs()).sum(), model(inputs())))
+
+
+def test_terms_scales_and_shapes_that_it_does_not_know_are_refused():
+    model, x = net(), inputs()
+    kfac = KFAC(model, **(PLAIN | {"fisher_loss": "cross-entropy"}))
+    kfac.set_terms(5)
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="set_terms"):
+        kfac.quadratic_step(lambda: (model(x).sum(), model(x)))
+    kfac.close()
+    with pytest.raises(RuntimeError, match="share"):
+        check(Settings(fisher_loss="mse", rescale="none", share="weights"))
+    images = nn.Sequential(nn.Conv2d(1, 3, 1)).double()
+    kfac = KFAC(images, **(PLAIN | {"fisher_loss": "cross-entropy"}))
+    z = torch.randn(2, 1, 2, 2).double()
+    images(z).sum().backward()
+    with pytest.raises(ValueError, match="needs a model output of shape"):
+        kfac.quadratic_step(lambda: (images(z).sum(), images(z)))
+    model = net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu")
+    kfac = KFAC(model, optimizer, grad_scaler=scaler, **(PLAIN | {"fisher_loss": "cross-entropy"}))
+    scaler.scale(model(x).sum()).backward()
+    with pytest.raises(RuntimeError, match="unscale_"):
+        kfac.quadratic_step(lambda: (model(x).sum(), model(x)))
+
+
+def test_dropout_drops_the_same_in_all_passes_and_the_users_numbers_go_on():
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5), nn.Linear(40, 3)).double()
+    kfac, seen = KFAC(model, damping=0.1, **(PLAIN | {"fisher_loss": "cross-entropy"})), []
+    x, y = inputs(), targets("cross-entropy", 3)
+    F.cross_entropy(model(x), y).backward()
+    before = torch.get_rng_state()
+
+    def closure():
+        z = model(x)
+        seen.append(torch.autograd.forward_ad.unpack_dual(z).primal.detach().clone())
+        return F.cross_entropy(z, y), z
+
+    kfac.quadratic_step(closure)
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(torch.get_rng_state(), before)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from multiprocessing import AuthenticationError
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,43 @@ def test_who_never_comes_is_lost_after_a_while():
     hub.wait_for_all(0.1)
     assert "did not come" in hub.lost["statistics", 0]
     hub.close()
+
+
+def test_strays_at_the_hubs_door_keep_nobody_out():
+    hub = Hub({"inverse": 1}, "127.0.0.1")
+    with socket.create_connection(hub.address):
+        pass  # gone at once
+    silent = socket.create_connection(hub.address)
+    with pytest.raises(AuthenticationError):
+        connect(hub.address, b"not the key", "inverse", 0)
+    silent.close()
+    worker = connect(hub.address, hub.key, "inverse", 0)
+    hub.wait_for_all(10)
+    assert not hub.lost
+    hub.close()
+    with pytest.raises((EOFError, OSError)):
+        receive(worker)
+
+
+def test_a_model_that_is_not_the_one_that_trains_is_refused():
+    from dkfac.crew.workers import Inverses, compare
+    from dkfac.settings import Settings
+
+    there = Inverses(build(), Settings())
+    wanted = {name: layer.spec for name, layer in there.layers.items()}
+    compare(there.layers, wanted)
+    model = build()
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layer '0' is .* on the gradient workers and"):
+        compare(Inverses(model, Settings()).layers, wanted)
+
+
+def test_roles_that_have_ended_are_refused():
+    from dkfac.crew.place import RolesPlace
+
+    ended = RolesPlace("gradient", 0, {}, None, None, None, "", closed=True)
+    with pytest.raises(ValueError, match="these roles have ended"):
+        dkfac.KFAC(build(), roles=ended)
+    helper = RolesPlace("inverse", 0, {}, None, None, None, "")
+    with pytest.raises(ValueError, match="this rank is a inverse worker"):
+        dkfac.KFAC(build(), roles=helper)

@@ -139,10 +139,20 @@ def test_the_scripts_own_failure_and_status_are_its_own(tmp_path):
     path = tmp_path / "fails.py"
     path.write_text("import sys\nsys.exit(7)")
     assert run(path).returncode == 7
-    path.write_text("raise KeyError('mine')")
+    for error in ("KeyError", "ValueError", "FileNotFoundError"):
+        path.write_text(f"raise {error}('mine')")
+        result = run(path)
+        assert result.returncode == 1
+        assert f"{error}: " in result.stderr
+        assert "Traceback" in result.stderr
+
+
+def test_a_script_that_ends_with_sys_exit_is_told_too(tmp_path):
+    path = tmp_path / "ends.py"
+    path.write_text("import os, sys\nos.chdir('/')\nassert open(__file__).read()\nsys.exit(0)")
     result = run(path)
-    assert result.returncode == 1
-    assert "KeyError: 'mine'" in result.stderr
+    assert result.returncode == 3
+    assert "K-FAC was not attached" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dkfac.cli import measure, plan, run
 
@@ -19,12 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_to(commands)
     given = parser.parse_args(arguments)
     try:
-        status: int = given.run(given)
+        status: int | Callable[[], int] = given.run(given)
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"dkfac {given.command}: {error}", file=sys.stderr)
         return 2
-    return status
+    return status if isinstance(status, int) else status()  # a script's own errors are its own
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import ast
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -31,16 +32,25 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> Callable[[], int]:
+    """Return what runs the script, everything checked that can be before."""
     if not given.script.is_file():
         raise ValueError(f"there is no script {given.script}")
     options = read_options(given)
+    return lambda: _run(given, options)
+
+
+def _run(given: argparse.Namespace, options: dict[str, Any]) -> int:
     from dkfac.cli.watch import Watch, say
 
     sys.argv = [str(given.script), *given.arguments]
     sys.path[0] = str(given.script.resolve().parent)
     with Watch(options, given.target) as watch:
-        runpy.run_path(str(given.script), run_name="__main__")
+        try:
+            runpy.run_path(os.path.abspath(given.script), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
     missed = watch.last_word()
     if missed is None:
         return 0

@@ -7,15 +7,20 @@ death can stop it. A worker that ends, however it does, is a closed connection.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import secrets
+import socket
 import threading
+import time
 from collections import defaultdict
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 KEY_BYTES = 16
+PATIENCE = 600.0
+"""Seconds after which a worker that does not answer is given up."""
 
 
 class Hub:
@@ -24,7 +29,8 @@ class Hub:
     def __init__(self, wanted: dict[str, int], host: str) -> None:
         self.wanted = wanted
         self.key = secrets.token_bytes(KEY_BYTES)
-        self._listener = Listener((host, 0), authkey=self.key)
+        self._listener = Listener((host, 0), backlog=64)
+        self._closed = False
         self._outboxes: dict[tuple[str, int], queue.Queue[Any]] = {}
         self._answers: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
         self._changed = threading.Condition(threading.RLock())
@@ -38,28 +44,39 @@ class Hub:
         return str(host), int(port)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection = self._listener.accept()
-                role, number = receive(connection)
-            except (OSError, EOFError):
-                return
+            except Exception:  # of one who is not a worker, or of the listener that was closed
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=self._greet, args=(connection,), name="dkfac-hub", daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        with contextlib.suppress(Exception):
+            deliver_challenge(connection, self.key)  # here: one who stays silent keeps nobody else waiting
+            answer_challenge(connection, self.key)
+            role, number = receive(connection)
             box: queue.Queue[Any] = queue.Queue()
             with self._changed:
                 self._outboxes[role, number] = box
                 self._changed.notify_all()
-            for target in (self._send, self._receive):
-                threading.Thread(
-                    target=target, args=((role, number), connection, box), name="dkfac-hub", daemon=True
-                ).start()
+            threading.Thread(
+                target=self._send, args=((role, number), connection, box), name="dkfac-hub", daemon=True
+            ).start()
+            self._receive((role, number), connection)
 
     def _send(self, who: tuple[str, int], connection: Connection, box: queue.Queue[Any]) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             while (message := box.get()) is not None:
                 send(connection, message)
-            connection.close()
+        except Exception as error:
+            self._lose(who, f"nothing can be sent to it: {error}")
+        finally:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)  # a close alone would wait for the thread that reads
 
-    def _receive(self, who: tuple[str, int], connection: Connection, box: queue.Queue[Any]) -> None:
+    def _receive(self, who: tuple[str, int], connection: Connection) -> None:
         why = "its connection was closed"
         try:
             while True:
@@ -72,8 +89,14 @@ class Hub:
                     self._changed.notify_all()
         except (OSError, EOFError):
             pass
+        except Exception as error:
+            why = f"what it sent cannot be read: {error}"
+        self._lose(who, why)
+        connection.close()
+
+    def _lose(self, who: tuple[str, int], why: str) -> None:
         with self._changed:
-            self.lost[who] = why
+            self.lost.setdefault(who, why)
             self._changed.notify_all()
 
     def all_of(self, role: str) -> list[tuple[str, int]]:
@@ -105,11 +128,15 @@ class Hub:
     def answers(self, role: str, label: int) -> list[Any]:
         """Wait for the answers of a role's workers and return those there are: of lost ones what they had sent."""
         with self._changed:
-            self._changed.wait_for(lambda: self.are_there(role, label))
+            self._changed.wait_for(lambda: self.are_there(role, label), PATIENCE)
             every = [(role, i) for i in range(self.wanted[role])]
+            for who in every:
+                if label not in self._answers[who]:
+                    self._lose(who, f"it did not answer within {PATIENCE:.0f} s")
             return [self._answers[who].pop(label) for who in every if label in self._answers[who]]
 
     def close(self) -> None:
+        self._closed = True
         for box in self._outboxes.values():
             box.put(None)
         self._listener.close()

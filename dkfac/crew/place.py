@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +33,10 @@ class RolesPlace:
     """Of the gradient workers: for DDP, and K-FAC's own; None on helpers."""
     hub: Hub | None
     """On the first gradient worker."""
+    store: Any
+    name: str
+    """Of this division among others of the same world, in the store."""
+    closed: bool = False
 
     def serve(self, build: Any, batches: Any, loss: Any) -> bool:
         """Work as a helper until training has ended; returns at once, with False, on gradient workers.
@@ -41,17 +47,17 @@ class RolesPlace:
         """
         if self.role == "gradient":
             return False
-        store = groups.store()
-        address, key = json.loads(store.get("dkfac/roles/hub"))
+        store = self.store
+        address, key = json.loads(store.get(f"{self.name}/hub"))
         from dkfac.crew.workers import work
 
         mine = batches if self.role == "statistics" else None
         arguments = (self.role, self.number, tuple(address), bytes.fromhex(key), build, mine, loss)
         child = multiprocessing.get_context("spawn").Process(target=work, args=arguments, name=f"dkfac-{self.role}")
         child.start()
-        store.set(f"dkfac/roles/{self.role}/{self.number}", str(child.pid))
+        store.set(f"{self.name}/{self.role}/{self.number}", str(child.pid))
         told = False
-        while not store.check(["dkfac/roles/done"]):
+        while not store.check([f"{self.name}/done"]):
             if not child.is_alive() and not told:
                 told = True
                 print(f"dkfac: the {self.role} worker {self.number} (process {child.pid}) has ended with status "
@@ -64,15 +70,16 @@ class RolesPlace:
 
     def process_of(self, role: Role, number: int = 0) -> int:
         """Return the process number of a helper's worker."""
-        return int(groups.store().get(f"dkfac/roles/{role}/{number}"))
+        return int(self.store.get(f"{self.name}/{role}/{number}"))
 
     def close(self) -> None:
         """Let the helpers go; called when training ends."""
+        self.closed = True
         self.group = None  # one that is still held when the interpreter is torn down aborts it
         if self.hub is not None:
             self.hub.close()
             self.hub = None
-            groups.store().set("dkfac/roles/done", "1")
+            self.store.set(f"{self.name}/done", "1")
 
 
 def roles(*, gradient: int, statistics: int, inverse: int) -> RolesPlace:
@@ -88,14 +95,27 @@ def roles(*, gradient: int, statistics: int, inverse: int) -> RolesPlace:
             f"roles({said}) are {sum(counts.values())} ranks; torch.distributed has {place.world_size}: start as many "
             f"with torchrun --nproc-per-node"
         )
-    group = groups.subgroup(range(gradient))
+    group, store, name = groups.subgroup(range(gradient)), groups.store(), f"dkfac/roles/{next(_NUMBERS)}"
     hub = None
     if place.rank == 0:
         helpers = {name: number for name, number in counts.items() if name != "gradient"}
-        hub = Hub(helpers, "127.0.0.1" if _is_one_host() else socket.gethostbyname(socket.gethostname()))
-        groups.store().set("dkfac/roles/hub", json.dumps([hub.address, hub.key.hex()]))
+        hub = Hub(helpers, "127.0.0.1" if _is_one_host() else _own_address())
+        store.set(f"{name}/hub", json.dumps([hub.address, hub.key.hex()]))
     role, number = _role_of(place.rank, counts)
-    return RolesPlace(role, number, counts, group if role == "gradient" else None, hub)
+    found = RolesPlace(role, number, counts, group if role == "gradient" else None, hub, store, name)
+    if hub is not None:
+        atexit.register(found.close)  # helpers wait for that, however the script ends
+    return found
+
+
+_NUMBERS = itertools.count()
+
+
+def _own_address() -> str:
+    """Return the address that others on the network reach this host by."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _role_of(rank: int, counts: dict[str, int]) -> tuple[Role, int]:

@@ -40,7 +40,7 @@ class Remote:
         self.place, self.model = place, model
         self._posted = self._asked = -1
         """The step whose weights are out, and whose factors are with the inverse workers."""
-        self._told = False
+        self._told: set[tuple[str, int]] = set()
         self._started = False
         self._share: dict[str, int] = {}
 
@@ -48,7 +48,7 @@ class Remote:
         """At refreshes send the weights; take up results that are due. The first ones are waited for."""
         self._start(runner)
         lag = runner.settings.inverse_lag
-        first = any(runner.states[layer.name].decomposed_at < 0 for layer in runner.layers)
+        first = all(runner.states[layer.name].decomposed_at < 0 for layer in runner.layers)
         if self._posted >= 0 and runner.step >= self._posted + lag:
             self._take_up(runner)
         if runner.decomposing:
@@ -69,9 +69,10 @@ class Remote:
         bins = balance(costs, self.place.counts["inverse"])
         self._share = {layer.name: owner for layer, owner in zip(runner.layers, bins, strict=True)}
         plain = replace(runner.settings, **_schedules(runner, runner.step))
+        specs = {layer.name: layer.spec for layer in runner.layers}
         for role in ("statistics", "inverse"):
             for i in range(self.place.counts[role]):
-                hub.post((role, i), plain)
+                hub.post((role, i), (plain, specs, self.place.counts[role]))
 
     def _post(self, runner: Runner) -> None:
         """Send this step's weights to the statistics workers."""
@@ -79,7 +80,8 @@ class Remote:
         hub = self.place.hub
         if hub is None:
             return
-        weights = {name: t.detach().cpu().clone() for name, t in self.model.state_dict().items()}
+        state = self.model.state_dict().items()
+        weights = {name: t.detach().cpu().clone() if isinstance(t, Tensor) else t for name, t in state}
         for who in hub.all_of("statistics"):
             hub.post(who, (runner.step, weights))
 
@@ -144,12 +146,20 @@ class Remote:
         for rung in rungs.values():
             runner.counters[rung] += 1
         stages.adopt(layer, state, rungs, found, runner.settings, since)
+        if runner.settings.tf32:
+            runner.note_rounding(layer, stages.may_round(layer, state, runner.settings, runner.step))
 
     def _warn(self, hub: Hub) -> None:
-        if hub.lost and not self._told:
-            self._told = True
-            which = ", ".join(f"{role} worker {number} ({why})" for (role, number), why in sorted(hub.lost.items()))
+        fresh = {who: why for who, why in hub.lost.items() if who not in self._told}
+        if fresh:
+            self._told |= set(fresh)
+            which = ", ".join(f"{role} worker {number} ({why})" for (role, number), why in sorted(fresh.items()))
             warnings.warn(f"lost: {which}; training goes on with the decompositions there are", stacklevel=2)
+
+    def forget(self) -> None:
+        """Let nothing come of what is under way: the step and the weights are others. Helpers go on with the factors
+        they have."""
+        self._posted = self._asked = -1
 
     def close(self) -> None:
         self.place.close()

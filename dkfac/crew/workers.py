@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from dkfac.crew.hub import connect, receive, send
 from dkfac.kfac import KFAC
 from dkfac.layers.find import find_layers
 from dkfac.layers.layer import Layer
+from dkfac.plan.spec import LayerSpec
 from dkfac.reduce import finish_alone
 from dkfac.settings import Settings
 from dkfac.shares import pack_decomposition
@@ -39,16 +41,43 @@ def work(
     torch.set_num_threads(1)
     connection = connect(address, key, role, number)
     try:
-        settings = receive(connection)
-        serve = Statistics(build(), settings, batches, loss) if role == "statistics" else Inverses(build(), settings)
-        while True:
-            label, content = receive(connection)
+        message = _next(connection)
+        if message is None:
+            return
+        settings, layers, count = message
+        if role == "statistics":
+            assert batches is not None
+            assert loss is not None
+            serve: Any = Statistics(build(), settings, lambda step: batches(step * count + number), loss)
+        else:
+            serve = Inverses(build(), settings)
+        compare(serve.layers, layers)
+        while (message := _next(connection)) is not None:
+            label, content = message
             send(connection, ("done", label, serve(label, content)))
-    except (EOFError, OSError):  # training has ended
-        return
     except Exception as error:
-        _tell(connection, error)
+        with contextlib.suppress(OSError):
+            _tell(connection, error)
         raise
+
+
+def _next(connection: Connection) -> Any | None:
+    """Return the next message; None when training has ended."""
+    try:
+        return receive(connection)
+    except (EOFError, OSError):
+        return None
+
+
+def compare(layers: dict[str, Layer], wanted: dict[str, LayerSpec]) -> None:
+    """Refuse a model whose layers are not those of the gradient workers."""
+    mine = {name: layer.spec for name, layer in layers.items()}
+    for name in [*wanted, *mine]:
+        if mine.get(name) != wanted.get(name):
+            raise ValueError(
+                f"layer {name!r} is {wanted.get(name)} on the gradient workers and {mine.get(name)} here: build() must "
+                f"return the model that trains, with the same parameters frozen and all of them in the optimizer"
+            )
 
 
 def _tell(connection: Connection, error: Exception) -> None:
@@ -58,15 +87,14 @@ def _tell(connection: Connection, error: Exception) -> None:
 class Statistics:
     """Batch factors of this worker's own batches at the weights of a step."""
 
-    def __init__(self, model: nn.Module, settings: Settings, batches: Batches | None, loss: Loss | None) -> None:
-        assert batches is not None
-        assert loss is not None
+    def __init__(self, model: nn.Module, settings: Settings, batches: Batches, loss: Loss) -> None:
         self.model, self.batches, self.loss = model, batches, loss
         rhythm: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
         own = replace(settings, **rhythm, inverse_lag=0, inverse_backend="auto", strategy="auto", announce=False)
         if own.curvature == "adam-eigen":  # whose step is not taken here
             own = replace(own, curvature="kfac", basis_dtype="float32")
         self.kfac = KFAC(model, settings=own)
+        self.layers = {layer.name: layer for layer in self.kfac.layers}
 
     def __call__(self, step: int, weights: dict[str, Tensor]) -> Named:
         self.model.load_state_dict(weights)

@@ -108,8 +108,7 @@ def find_layers(
     channels = 0
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     for raw_name, module in model.named_modules():
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            channels = module.out_channels
+        before, channels = channels, _channels_after(module, channels)
         own = [p for p in module.parameters(recurse=False) if not isinstance(p, nn.UninitializedParameter)]
         if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise RuntimeError(
@@ -123,7 +122,7 @@ def find_layers(
         reason = f"skip={pattern!r}" if pattern is not None else _reason(module, parents.get(id(module)), allowed)
         layer: Layer | None = None
         if reason is None:
-            layer = _build(name, module, settings, allowed, channels)
+            layer = _build(name, module, settings, allowed, before)
             reason = _form_reason(layer, settings)
         tied = [] if reason else _shared_with(module, name, users, settings)
         if tied:
@@ -195,6 +194,16 @@ def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] |
     dtype = str(torch.promote_types(weight.dtype, torch.float32)).removeprefix("torch.")
     (spec,) = split([LayerSpec(name, kind, factors, elements, dtype)], settings.split_dim)
     return Layer(module, spec, has_bias)
+
+
+def _channels_after(module: nn.Module, channels: int) -> int:
+    """Return the channels of what a module returns, as far as its kind tells; 0 where it is no map any more."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return module.out_channels
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return module.num_features
+    no_map = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention, nn.RNNBase)
+    return 0 if isinstance(module, no_map) else channels
 
 
 def _map_channels(name: str, dim: int, module: Any, settings: Settings, channels: int) -> int:

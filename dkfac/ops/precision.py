@@ -8,6 +8,14 @@ from contextlib import contextmanager
 import torch
 
 
+def rounds_products() -> bool:
+    """Whether the user has torch multiply float32 matrices on a GPU with fewer digits."""
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # the newer switch alone
+        return str(torch.backends.cuda.matmul.fp32_precision) != "ieee"
+
+
 @contextmanager
 def tf32(enabled: bool, device: torch.device) -> Iterator[None]:
     """Multiply float32 matrices as TF32, or in full, inside; what the user had set holds again after.

@@ -34,9 +34,11 @@ def on_map(grad_BOI: Tensor, channels: Tensor, positions: Tensor) -> Tensor:
     """Multiply inputs that are a flattened map from the right by ``channels (x) positions``; what follows them, a bias,
     stays."""
     c, s = channels.shape[-2], positions.shape[-2]
-    maps = grad_BOI[..., : c * s].reshape(*grad_BOI.shape[:-1], c, s)
-    maps = channels.mT.unsqueeze(1) @ maps @ positions.unsqueeze(1)
-    return torch.cat([maps.flatten(-2), grad_BOI[..., c * s :]], -1)
+    b, o, _ = grad_BOI.shape
+    maps = grad_BOI[..., : c * s].reshape(b, o * c, s) @ positions  # folded: a basis for each row would be copies of it
+    maps = maps.view(b, o, c, s).mT.reshape(b, o * s, c) @ channels
+    maps = maps.view(b, o, s, c).mT.reshape(b, o, c * s)
+    return torch.cat([maps, grad_BOI[..., c * s :]], -1)
 
 
 def rotate(grad_BOI: Tensor, decompositions: dict[str, Eigen], *, back: bool = False) -> Tensor:
