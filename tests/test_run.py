@@ -5,9 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+
+from dkfac.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "examples" / "unmodified"
@@ -21,8 +24,26 @@ def start(*command):
     )
 
 
-def run(*arguments):
-    return start("-m", "dkfac", "run", *arguments)
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a script in this process; returns its status, and what it said."""
+
+    def inside(*arguments):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        monkeypatch.chdir(ROOT)
+        try:
+            status = main(["run", *map(str, arguments)])
+        except SystemExit as end:
+            status = 1 if isinstance(end.code, str) else end.code
+            print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
+        except Exception as error:
+            status = 1
+            print(f"Traceback {type(error).__name__}: {error}", file=sys.stderr)
+        said = capsys.readouterr()
+        return types.SimpleNamespace(returncode=status, stdout=said.out, stderr=said.err)
+
+    return inside
 
 
 def ranks(*command):
@@ -91,7 +112,7 @@ def two(tmp_path):
     return path
 
 
-def test_several_optimizers_are_listed_and_nothing_is_trained_by_chance(two):
+def test_several_optimizers_are_listed_and_nothing_is_trained_by_chance(two, run):
     result = run(two)
     assert result.returncode == 1
     assert "the script has 2 optimizers" in result.stderr
@@ -103,14 +124,14 @@ def test_several_optimizers_are_listed_and_nothing_is_trained_by_chance(two):
 @pytest.mark.parametrize(
     ("target", "optimizer"), [("1", "SGD"), ("Adam", "Adam"), ("Critic", "Adam"), ("Painter", "SGD")]
 )
-def test_a_target_chooses_by_number_optimizer_or_model(two, target, optimizer):
+def test_a_target_chooses_by_number_optimizer_or_model(two, target, optimizer, run):
     result = run("--target", target, two, "--own", "arguments")
     assert result.returncode == 0, result.stderr
     assert f"for {optimizer} " in result.stderr
     assert "done ['--own', 'arguments'] __main__" in result.stdout
 
 
-def test_a_target_that_is_not_there_is_named_after_the_script(two):
+def test_a_target_that_is_not_there_is_named_after_the_script(two, run):
     result = run("--target", "Sculptor", two)
     assert result.returncode == 3
     assert "K-FAC was not attached: nothing that was trained fits --target Sculptor" in result.stderr
@@ -127,7 +148,7 @@ def test_a_target_that_is_not_there_is_named_after_the_script(two):
         ),
     ],
 )
-def test_a_script_that_offers_nothing_to_attach_to_says_so(tmp_path, text, reason):
+def test_a_script_that_offers_nothing_to_attach_to_says_so(tmp_path, text, reason, run):
     path = tmp_path / "nothing.py"
     path.write_text(text)
     result = run(path)
@@ -135,7 +156,7 @@ def test_a_script_that_offers_nothing_to_attach_to_says_so(tmp_path, text, reaso
     assert reason in result.stderr
 
 
-def test_the_scripts_own_failure_and_status_are_its_own(tmp_path):
+def test_the_scripts_own_failure_and_status_are_its_own(tmp_path, run):
     path = tmp_path / "fails.py"
     path.write_text("import sys\nsys.exit(7)")
     assert run(path).returncode == 7
@@ -147,9 +168,11 @@ def test_the_scripts_own_failure_and_status_are_its_own(tmp_path):
         assert "Traceback" in result.stderr
 
 
-def test_a_script_that_ends_with_sys_exit_is_told_too(tmp_path):
+def test_a_script_that_ends_with_sys_exit_is_told_too(tmp_path, run):
     path = tmp_path / "ends.py"
-    path.write_text("import os, sys\nos.chdir('/')\nassert open(__file__).read()\nsys.exit(0)")
+    path.write_text(
+        "import os, sys\nos.chdir('/')\nimport pathlib\nassert pathlib.Path(__file__).read_text()\nsys.exit(0)"
+    )
     result = run(path)
     assert result.returncode == 3
     assert "K-FAC was not attached" in result.stderr
@@ -164,7 +187,7 @@ def test_a_script_that_ends_with_sys_exit_is_told_too(tmp_path):
         (["--set", "damping=-1", "{script}"], "damping=-1"),
     ],
 )
-def test_wrong_input_is_refused_before_the_script_starts(two, arguments, message):
+def test_wrong_input_is_refused_before_the_script_starts(two, arguments, message, run):
     result = run(*(str(two) if a == "{script}" else a for a in arguments))
     assert result.returncode == 2
     assert message in result.stderr
