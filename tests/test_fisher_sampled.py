@@ -40,7 +40,7 @@ def net(out=3):
 
 def factors_of(model, x, loss, steps=1, **options):
     """Return the factors after passes over one batch at the same weights."""
-    with KFAC(model, **(PLAIN | {"factor_interval": 1, "inverse_interval": 10**6} | options)) as kfac:
+    with KFAC(model, **(PLAIN | {"factor_interval": 1, "inverse_interval": 2000} | options)) as kfac:
         for _ in range(steps):
             model.zero_grad()
             LOSSES[loss](model(x)).backward()
@@ -155,9 +155,9 @@ def test_few_examples_and_a_small_fraction_leave_the_scale_alone():
     model, x = net(), randn(2, 4)
     options = {"fisher": "sampled", "fisher_loss": "cross-entropy", "factor_decay": 0.9999999}
     whole, part = (
-        factors_of(model, x, "cross-entropy", steps=800, fisher_fraction=f, **options)["2"]["G"] for f in (1.0, 0.1)
+        factors_of(model, x, "cross-entropy", steps=150, fisher_fraction=f, **options)["2"]["G"] for f in (1.0, 0.1)
     )
-    assert float(part.trace()) == pytest.approx(float(whole.trace()), rel=0.1)
+    assert float(part.trace()) == pytest.approx(float(whole.trace()), rel=0.3)  # a fifth, were it not
 
 
 def test_a_large_loss_scale_does_not_drop_every_batch():
