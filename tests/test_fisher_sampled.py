@@ -151,6 +151,7 @@ def test_images_of_outputs_are_one_term_each():
     assert (sampled - exact).norm() < 0.02 * exact.norm()
 
 
+@pytest.mark.slow
 def test_few_examples_and_a_small_fraction_leave_the_scale_alone():
     model, x = net(), randn(2, 4)
     options = {"fisher": "sampled", "fisher_loss": "cross-entropy", "factor_decay": 0.9999999}

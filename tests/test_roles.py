@@ -145,7 +145,7 @@ def launch(tmp_path, **options):
     return [torch.load(tmp_path / str(rank)) for rank in range(2)], result.stderr
 
 
-@pytest.mark.parametrize("lag", [LAG, 0])
+@pytest.mark.parametrize("lag", [LAG, pytest.param(0, marks=pytest.mark.slow)])
 def test_four_processes_equal_one_that_applies_the_same_staleness(tmp_path, lag):
     found, _ = launch(tmp_path, lag=lag)
     expected = Oracle(lag).train()
