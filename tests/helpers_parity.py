@@ -128,10 +128,12 @@ def average_in_one(model):
         g.copy_(mean.view_as(g))
 
 
-def train(rank=0, world_size=1, *, net="deep", steps=STEPS, dtype=torch.float64, **options):
+def train(rank=0, world_size=1, *, net="deep", steps=STEPS, dtype=torch.float64, adam=False, **options):
     """Train on this rank's part of each global batch, without DDP; returns the weights."""
     model = build(net, dtype)
     optimizer = torch.optim.SGD(model.parameters(), weight_decay=1e-3, **SGD)
+    if adam:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if net == "language":
         options = {"loss_terms": "token"} | options
     KFAC(model, optimizer, **(EXACT | options))

@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-from helpers_parity import EXACT, SGD, average_in_one, batch, build, cut, mean_loss, summed_loss, train, weights_of
+from helpers_parity import EXACT, SGD, build, cut, mean_loss, summed_loss, train, weights_of
 from helpers_ranks import on_threads
 
 from dkfac import KFAC
@@ -93,8 +93,8 @@ def test_renewed_in_place_it_stays_in_pieces_from_the_warm_up_on(solver, spread)
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
-@pytest.mark.parametrize("strategy", ["hybrid-opt"])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "warm-eigen"])
+@pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt", "sharded"])
 def test_is_the_same_on_several_ranks(solver, strategy, warmup):
     options = {"net": "small", "split_dim": DIM, "split_warmup": warmup, "solver": solver}
     alone = train(**options)
@@ -103,21 +103,9 @@ def test_is_the_same_on_several_ranks(solver, strategy, warmup):
 
 
 def test_adam_in_pieces_is_the_same_on_several_ranks():
-    def adam(rank=0, world_size=1):
-        model = build("small")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        KFAC(model, optimizer, **(EXACT | {"split_dim": DIM, "split_warmup": 5}))
-        for step in range(12):
-            x, y = (t.chunk(world_size)[rank] for t in batch(step, "small"))
-            optimizer.zero_grad()
-            mean_loss(model(x), y).backward()
-            if world_size > 1:
-                average_in_one(model)
-            optimizer.step()
-        return weights_of(model)
-
-    alone = adam()
-    for weights in on_threads(2, lambda rank: adam(rank, 2)):
+    options = {"net": "small", "steps": 12, "adam": True, "split_dim": DIM, "split_warmup": 5}
+    alone = train(**options)
+    for weights in on_threads(2, lambda rank: train(rank, 2, **options)):
         assert_same(weights, alone)
 
 
