@@ -133,7 +133,7 @@ def _agree(
         plan = make_plan(specs, own.world_size, choices)
     else:
         plan = choose(specs, own.world_size, cluster, choices, overlap=settings.overlap)
-    plan = replace(plan, whole=settings.split_warmup > 0)
+    plan = replace(plan, whole=settings.split_warmup > 0, adaptive=settings.staleness != "fixed")
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return plan, Exchange(plan, expand(plan), own, device)
 
@@ -151,11 +151,12 @@ def for_roles(settings: Settings, roles: Any) -> Settings:
         or settings.curvature == "ekfac"
         or settings.fisher != "empirical"
         or settings.split_dim is not None
+        or settings.staleness != "fixed"
     )
     if kind or settings.strategy not in ("auto", "replicated") or settings.spread_refresh > 1:
         raise ValueError(
-            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical", share="gradients" and whole factors, '
-            "and need no strategy or spread_refresh: helpers measure and decompose"
+            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical", share="gradients", staleness="fixed" '
+            "and whole factors, and need no strategy or spread_refresh: helpers measure and decompose"
         )
     return replace(settings, strategy="replicated", cluster=None)
 

@@ -1,11 +1,12 @@
-"""Timelines as pictures. Needs matplotlib, which is asked for only here."""
+"""Timelines and intervals as pictures. Needs matplotlib, which is asked for only here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dkfac.plan.spec import is_input
 from dkfac.plan.timeline import Timeline
 
 COLOURS = {
@@ -39,6 +40,30 @@ def gantt(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
     axes[-1, 0].set_xlabel("ms; for each rank work above transfers")
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS.get(stage, "#79706e")) for stage in sorted(used)]
     figure.legend(handles, sorted(used), ncol=8, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+    plt.close(figure)
+
+
+def intervals(history: Sequence[Mapping[str, Any]], steps: int, path: Path) -> None:
+    """Draw the intervals of ``kfac.report()["interval_history"]`` over the steps, a line for each statistic: those of
+    inputs above, others below, from the first layers (dark) to the last."""
+    plt = _matplotlib()
+    lines: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for entry in history:
+        lines.setdefault((entry["layer"], entry["factor"]), [(0, 1)]).append((entry["step"], entry["interval"]))
+    figure, axes = plt.subplots(2, 1, figsize=(9, 6), sharex=True)
+    order = {layer: place for place, layer in enumerate(dict.fromkeys(layer for layer, _ in lines))}
+    for (layer, key), points in lines.items():
+        ax = axes[0 if is_input(key) else 1]
+        colour = plt.cm.viridis(order[layer] / max(1, len(order) - 1))
+        xs, ys = zip(*points, (steps, points[-1][1]), strict=True)
+        ax.step(xs, ys, where="post", color=colour, linewidth=1, label=f"{layer}.{key}")
+    for ax, title in zip(axes, ("inputs", "gradients"), strict=True):
+        ax.set_ylabel(f"interval of {title}, steps")
+        ax.set_yscale("log")
+        if len(ax.get_lines()) <= 12:
+            ax.legend(fontsize=6)
+    axes[1].set_xlabel("step")
     figure.savefig(path, bbox_inches="tight", dpi=120)
     plt.close(figure)
 

@@ -37,6 +37,8 @@ class Loaded:
     """With ``inverse_lag``: the factors of a refresh whose results were not in use yet."""
     begun_at: int = -1
     begun_schedules: dict[str, Any] = field(default_factory=dict)
+    staleness: dict[str, Any] | None = None
+    """Of intervals that follow how statistics change."""
 
 
 def save(
@@ -52,6 +54,7 @@ def save(
     begun: dict[str, LayerState] | None = None,
     begun_at: int = -1,
     begun_schedules: dict[str, float] | None = None,
+    staleness: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the state. ``begun``: what a refresh that began at a step works on, if settings have a ``lag``."""
     zero = torch.zeros((), device=next(iter(layers.values())).weight.device)
@@ -64,6 +67,8 @@ def save(
             name: _save_layer(state, layers[name], holds(name), decompositions) for name, state in states.items()
         },
     }
+    if staleness is not None and decompositions:
+        saved["staleness"] = staleness
     if lag and decompositions:
         saved["begun_at"] = begun_at
         saved["begun_layers"] = ",".join(begun or ())
@@ -167,7 +172,8 @@ def load(saved: dict[str, Any], layers: dict[str, Layer], holds: Callable[[str],
     names = [name for name in saved["begun_layers"].split(",") if name in layers] if begun_at >= 0 else []
     begun = {name: _load_begun(found[name]["begun"], layers[name], states[name]) for name in names}
     schedules = {name: float(value) for name, value in saved.get("begun_schedules", {}).items()}
-    return Loaded(states, int(saved["step"]), counters, device, lacking, begun, begun_at, schedules)
+    staleness = saved.get("staleness")
+    return Loaded(states, int(saved["step"]), counters, device, lacking, begun, begun_at, schedules, staleness)
 
 
 def _load_begun(saved: dict[str, Any], layer: Layer, state: LayerState) -> LayerState:

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dkfac.settings import Settings
+
+
+RANGES: tuple[tuple[str, float, float, bool, str], ...] = (
+    ("damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),
+    ("norm_damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),
+    ("factor_decay", 0.0, 1.0, False, "at 1 the first batch would never be forgotten and no later one averaged in"),
+    ("staleness_threshold", 0.0, math.inf, True, "at 0 nothing is ever what it was"),
+    ("kl_clip", 0.0, math.inf, True, "at 0 every update would be zero"),
+)
+INTEGERS: tuple[tuple[str, int, str], ...] = (
+    ("factor_interval", 1, "it counts optimizer steps"),
+    ("inverse_interval", 1, "it counts optimizer steps"),
+    ("batch_dim", 0, "it is a dimension of the model's first input, counted from the front"),
+    ("max_dim", 1, "no factor could be formed"),
+    ("split_dim", 1, "it is the size of a matrix; None leaves factors whole"),
+    ("split_warmup", 0, "it counts steps"),
+    ("spread_refresh", 1, "it counts steps"),
+    ("inverse_lag", 0, "it counts steps"),
+    ("staleness_min_rows", 1, "it counts examples or positions"),
+    ("max_interval", 1, "it counts steps"),
+    ("max_failures", 1, "it counts failed decompositions in a row"),
+)
 
 
 def bad(name: str, value: object, allowed: str, consequence: str) -> ValueError:
@@ -56,9 +79,35 @@ def _check_lag(settings: Settings) -> None:
         )
 
 
+def _check_staleness(settings: Settings) -> None:
+    """Refuse what takes factors to be measured, or decomposed, all at once."""
+    if callable(settings.staleness_threshold):
+        raise bad("staleness_threshold", settings.staleness_threshold, "a number > 0", "it is the same at all steps")
+    if settings.staleness == "fixed":
+        return
+    others: dict[str, bool] = {
+        "overlap=True": settings.overlap,
+        'wire_form="rows"': settings.wire_form == "rows",
+        'strategy="local"': settings.strategy == "local",
+        f"inverse_lag={settings.inverse_lag}": settings.inverse_lag > 0,
+        f"spread_refresh={settings.spread_refresh}": settings.spread_refresh > 1,
+        "cuda_graph=True": settings.cuda_graph,
+        'curvature="ekfac"': settings.curvature == "ekfac",
+    }
+    if settings.staleness == "basis":
+        others |= {
+            'solver="cholesky"': settings.solver == "cholesky",
+            f"split_dim={settings.split_dim}": settings.split_dim is not None,
+        }
+    for name, is_set in others.items():
+        if is_set:
+            raise ValueError(f'staleness="{settings.staleness}" does not go with {name}: leave one of them out')
+
+
 def check_together(settings: Settings) -> None:
     _check_distribution(settings)
     _check_lag(settings)
+    _check_staleness(settings)
     if settings.fisher_fraction != 1 and settings.fisher != "sampled":
         raise ValueError(f'fisher_fraction={settings.fisher_fraction:g} is used by fisher="sampled" alone')
     if settings.fisher != "empirical" and settings.fisher_loss is None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dkfac import conclude, shares, stages
+from dkfac.exchange import vector
 from dkfac.layers.layer import Layer
 from dkfac.ops.precision import tf32
+from dkfac.staleness import Staleness
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -20,6 +22,9 @@ def decompose(runner: Runner) -> None:
     """
     if runner.remote is not None:
         runner.remote.refresh(runner)
+        return
+    if runner.staleness is not None:
+        _decompose_changed(runner, runner.staleness)
         return
     take_up(runner)
     lag = runner.settings.inverse_lag
@@ -65,7 +70,32 @@ def take_up(runner: Runner) -> None:
     runner.count_refresh()
 
 
-def _decompose_now(runner: Runner, due: list[Layer]) -> None:
+def _decompose_changed(runner: Runner, staleness: Staleness) -> None:
+    """Refresh the statistics whose interval is over and of which enough was seen, and set their next intervals."""
+    ready = staleness.ready(runner)
+    if not ready:
+        return
+    changes = vector(staleness.changes(runner, ready), runner.layers[0].weight.device)
+    if runner.exchange is not None:
+        conclude.end_warmup(runner, runner.exchange)
+        changes = runner.exchange.sum_vector("changes", changes)
+        conclude.look_at_calls(runner)
+    means = shares.agree_on_means(runner)
+    ready = frozenset(name for name in ready if name[0] in means)
+    names = {name for name, _ in ready}
+    layers = [layer for layer in runner.layers if layer.name in names]
+    for layer in layers:
+        runner.states[layer.name].means = means[layer.name]
+    runner.refreshing = ready
+    try:
+        found = _decompose_now(runner, layers) if layers else {}
+    finally:
+        runner.refreshing = None
+    staleness.conclude(runner, ready, changes.tolist(), found)
+    runner.count_refresh()
+
+
+def _decompose_now(runner: Runner, due: list[Layer]) -> shares.Found:
     found: shares.Found = {}
     error: BaseException | None = None
     try:
@@ -79,6 +109,7 @@ def _decompose_now(runner: Runner, due: list[Layer]) -> None:
             raise
         error = caught
     _adopt(runner, due, found, error, runner.step)
+    return found
 
 
 def _adopt(runner: Runner, due: list[Layer], found: shares.Found, error: BaseException | None, since: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class Exchange:
         self.num_launched = 0
         """Buckets of this step that are on their way."""
         self.num_buckets = 1 + max((t.bucket for t in program.stage("factors")), default=-1)
+
+    def only(self, stage: Stage, kept: Container[tuple[str, str]]) -> Exchange:
+        """Return the same network with nothing but these, as (layer, key), in a stage."""
+        found = copy.copy(self)
+        found.program = self.program.only(stage, kept)
+        found._launched = []
+        return found
 
     # --- small vectors -------------------------------------------------------------------------------------
 

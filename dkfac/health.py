@@ -35,7 +35,7 @@ class Watch:
             self._warn(
                 "time",
                 f"it takes {ours / elapsed:.0%} of the time of a step ({elapsed / max(elapsed - ours, 1e-9):.1f} times "
-                f'the step without it). Larger factor_interval and inverse_interval, solver="cholesky" or a smaller '
+                f'the step without it). Larger factor_interval and inverse_interval, solver="warm-eigen" or a smaller '
                 f"max_dim make it cheaper",
             )
         if self._num_dominated >= 3:
@@ -47,8 +47,8 @@ class Watch:
         if clipped_share > 0.99:
             self._warn(
                 "clip",
-                'the KL clip shortened every step, so the learning rate has no effect. Use rescale="norm", a larger '
-                "kl_clip or a smaller lr",
+                'the KL clip shortened every step, so the learning rate has no effect. Use rescale="norm-global", a '
+                "larger kl_clip or a smaller lr",
             )
 
     def _warn(self, key: str, message: str) -> None:

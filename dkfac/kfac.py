@@ -189,7 +189,7 @@ class KFAC:
             counters={**runner.counters, "abandoned": self._tape.num_abandoned},
             device=runner.device,
             decompositions=decompositions,
-            **runner.later.saved(),
+            **runner.saved(),
         )
         state["share"] = self.settings.share
         if isinstance(self.settings.damping, trust.LevenbergMarquardt):

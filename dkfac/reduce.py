@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +45,31 @@ def finish_alone(runner: Runner, measured: Measured, names: Iterable[str], mean_
         totals = sums.factors | ({} if sums.moments is None else {"moments": sums.moments})
         batch[name] = {key: stages.batch_factor(key, s, sums.rows, scale) for key, s in totals.items()}
     return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a step tells of the statistics: batch factors held here, their noise, and rows of all layers."""
+
+    factors: Factors
+    noise: dict[tuple[str, str], Tensor]
+    """The square of how far a batch factor is expected to be from that of endless batches."""
+    rows: dict[str, float]
+
+
+def look_alone(runner: Runner, measured: Measured) -> Look:
+    """Return what this rank's own sums tell."""
+    scale = scale_alone(runner, measured)
+    factors = finish_alone(runner, measured, measured.layers, measured.terms)
+    noise = {
+        (name, key): stages.batch_factor(key, spread, sums.rows, scale).double().square().sum()
+        for name, sums in measured.layers.items()
+        for key, spread in sums.spreads.items()
+    }
+    rows = dict.fromkeys(runner.by_name, 0.0)
+    for name, sums in measured.layers.items():
+        rows[name] = float(measured.terms if runner.by_name[name].is_norm else sums.rows)
+    return Look(factors, noise, rows)
 
 
 def local_sums(runner: Runner, measured: Measured) -> Named:
@@ -135,6 +161,7 @@ class Reduced:
         num = len(runner.layers)
         self.terms, self.num_bad, self.num_failed, self.num_passes = told[:HEADER_FIXED]
         self.rows, self.calls, self.again = (told[HEADER_FIXED + i * num :][:num] for i in range(3))
+        self._spreads = told[HEADER_FIXED + 3 * num :]
         runner.note_failure(self.num_failed, error)
         self.good = ((self.num_bad == 0) & (self.num_failed == 0)).to(device)
         own = [n for n, p in runner.placements.items() if p.statistics == (runner.rank,) and n in measured.layers]
@@ -147,6 +174,17 @@ class Reduced:
             ran = self.absorb.get(name, self.good)
             named = {(name, key): factor for key, factor in factors.items()}
             self.absorb[name] = ran.to(device) & stages.all_finite(named, device)
+
+    def look(self, runner: Runner) -> Look:
+        """Return what all ranks' sums tell. Waits for the device."""
+        assert runner.exchange is not None
+        scale, noise = self._scale(runner, runner.exchange), dict[tuple[str, str], Tensor]()
+        for i, (name, key) in enumerate(_names(runner)):
+            by = 1 / self.rows[runner.index[name]].clamp(min=1) if is_input(key) else scale
+            noise[name, key] = self._spreads[i] * by**2
+        told, terms = self.rows.tolist(), float(self.terms)
+        rows = {layer.name: terms if layer.is_norm else told[i] for i, layer in enumerate(runner.layers)}
+        return Look(self.batch, noise, rows)
 
     def _scale(self, runner: Runner, exchange: Exchange) -> Tensor:
         """Return what sums over terms are multiplied by."""
@@ -187,14 +225,26 @@ def _header(
     values += [0.0 if s is None else s.rows for s in found]
     values += [0.0 if s is None else float(s.calls) for s in found]
     values += [0.0 if s is None else float(s.called_again) for s in found]
+    if runner.plan.adaptive:
+        values += [_spread_square(measured, name, key) for name, key in _names(runner)]
     if runner.plan.wire_dtype == "float16":
         values += [_trace(name[1], sums[name]) if name in sums else 0.0 for name in _scaled_names(runner)]
     return values
 
 
 def _scaled_names(runner: Runner) -> list[tuple[str, str]]:
-    names = [(layer.name, factor.key) for layer in runner.layers for factor in layer.spec.factors]
-    return names + ([(layer.name, "moments") for layer in runner.layers] if runner.plan.moments else [])
+    return _names(runner) + ([(layer.name, "moments") for layer in runner.layers] if runner.plan.moments else [])
+
+
+def _names(runner: Runner) -> list[tuple[str, str]]:
+    return [(layer.name, factor.key) for layer in runner.layers for factor in layer.spec.factors]
+
+
+def _spread_square(measured: Measured, name: str, key: str) -> Tensor | float:
+    """Return the variance of this rank's sum over terms: variances of ranks add up."""
+    sums = measured.layers.get(name)
+    spread = None if sums is None else sums.spreads.get(key)
+    return 0.0 if spread is None else over_terms(key, spread, measured.unit).double().square().sum()
 
 
 def _trace(key: str, total: Tensor) -> Tensor:

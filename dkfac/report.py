@@ -37,7 +37,8 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     extra = _size(sum(state_bytes(layer, settings) for layer in layers))
     where = ""
     if plan.world_size > 1:
-        extra = f"{_size(max(sum(plan.memory_bytes(rank).values()) for rank in range(plan.world_size)))} per rank"
+        most = max(rank_bytes(layers, settings, plan, rank) for rank in range(plan.world_size))
+        extra = f"{_size(most)} per rank"
         where = f", strategy {plan.strategy} on {plan.world_size} ranks"
     damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
     is_adam = settings.curvature == "adam-eigen"
@@ -45,11 +46,14 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     advice = "a larger lr and fewer steps pay: dkfac.suggest" if is_adam else "keep your lr and schedule"
     warmup = settings.warmup_refresh
     early = "" if warmup is None or warmup[0] >= settings.inverse_interval else f", denser before step {warmup[1]}"
+    rhythm = f"factors every {settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}"
+    if settings.staleness != "fixed":
+        rhythm = f"each factor refreshed as it changes, at least every {settings.max_interval} steps"
     with_what = type(optimizer).__name__ if optimizer is not None else "your own steps"
     return (
         f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
-        f"({settings.curvature}, {settings.solver}, {'' if is_adam else how}factors every {settings.factor_interval}, "
-        f"inverses every {settings.inverse_interval} steps{early}{where}); about {extra} extra memory; {advice}"
+        f"({settings.curvature}, {settings.solver}, {'' if is_adam else how}{rhythm}{where}); about {extra} extra "
+        f"memory; {advice}"
     )
 
 
@@ -61,6 +65,16 @@ def state_bytes(layer: Layer, settings: Settings) -> int:
     if settings.curvature == "adam-eigen":  # which the optimizer does not keep
         elements += 2 * layer.spec.grad_elements
     return elements * layer.dtype.itemsize
+
+
+def rank_bytes(layers: list[Layer], settings: Settings, plan: Plan, rank: int) -> int:
+    """Return the bytes K-FAC will keep on a rank: factors, decompositions, and moments of EKFAC or Adam."""
+    total = sum(plan.memory_bytes(rank).values())
+    for layer in layers:
+        steps = settings.curvature == "adam-eigen" and rank in plan.placement(layer.name).preconditioned_by
+        number = 2 * steps + plan.holding(layer.name, rank).moments
+        total += number * layer.spec.grad_elements * layer.dtype.itemsize
+    return total
 
 
 def warn_of_left(left: list[Left]) -> None:
@@ -142,6 +156,7 @@ def full(runner: Runner, counters: dict[str, int]) -> dict[str, Any]:
         "total_memory_bytes": sum(held.values()),
         "stage_seconds": runner.tape.timer.seconds(),
         "delicate_layers": sorted(runner.delicate),
+        **intervals(runner),
         "strategy": plan.strategy,
         "rank": runner.rank,
         "world_size": plan.world_size,
@@ -153,6 +168,20 @@ def full(runner: Runner, counters: dict[str, int]) -> dict[str, Any]:
             if runner.rank in t.group
         ],
     }  # fmt: skip
+
+
+def intervals(runner: Runner) -> dict[str, Any]:
+    """Return when statistics are refreshed, where each has an interval of its own."""
+    found = runner.staleness
+    if found is None:
+        return {}
+    history = [{"step": step, "layer": name, "factor": key, "interval": n} for step, name, key, n in found.history]
+    return {
+        "intervals": found.intervals(),
+        "interval_history": history,
+        "refreshed_factors": found.num_refreshes,
+        "staleness_memory_bytes": found.num_bytes(),
+    }
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:

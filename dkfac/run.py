@@ -29,6 +29,7 @@ from dkfac.refresh import RUNGS
 from dkfac.settings import Settings
 from dkfac.shares import share_weights
 from dkfac.stacks import Stack, make_stacks
+from dkfac.staleness import Staleness
 from dkfac.state import LayerState
 from dkfac.tape import Tape
 from dkfac.window import Measured
@@ -59,6 +60,9 @@ class Runner:
         self.placements = {layer.name: plan.placement(layer.name) for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.renewal, self.later = renew.Renewal(), Later(settings)
+        self.staleness = None if settings.staleness == "fixed" else Staleness(settings, layers)
+        self.refreshing: frozenset[tuple[str, str]] | None = None
+        """Statistics that are decomposed in this step, if not all of a layer."""
         self.remote: Remote | None = None
         """Who measures and decomposes instead, under ``roles``."""
         self.graph, self.absorber = StepGraph(tape.waiting.staged.pool), Absorber(tape.waiting.staged.pool)
@@ -134,8 +138,14 @@ class Runner:
             self.later.restart(self, Begun(loaded.begun_at, layers, loaded.begun, settings))
         if self.remote is not None:
             self.remote.forget()
+        if self.staleness is not None:
+            self.staleness.load(self, loaded.staleness)
         for layer in self.layers if self.settings.tf32 else ():
             self.note_rounding(layer, stages.may_round(layer, self.states[layer.name], self.settings, self.step))
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint says besides the states."""
+        return self.later.saved() | {"staleness": None if self.staleness is None else self.staleness.saved(self)}
 
     def _keep_bases(self) -> None:
         """Bring bases that were loaded or converted to the type they are kept in."""
@@ -166,8 +176,11 @@ class Runner:
     def plan_next(self) -> None:
         """Decide what the coming step measures, before its forward."""
         self.measuring, self.decomposing = self.settings.rhythm(self.step)
+        due = None if self.staleness is None else self.staleness.due(self.step)
+        if due is not None:
+            self.measuring = self.decomposing = bool(due)
         self.measuring = self.measuring and self.remote is None
-        self.tape.begin_step(self.step)
+        self.tape.begin_step(self.step, due)
 
     def take_step(self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any]) -> None:
         """Statistics in, preconditioned gradients out. No stage reads from a later one."""
@@ -247,10 +260,14 @@ class Runner:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)
         if self.exchange is None:
+            look = None if self.staleness is None else reduce.look_alone(self, measured)
             good = self.absorber.absorb(self, measured, good, decay)
+            self._gather(look, good)
         else:
-            reduced = self.last_reduced = reduce.Reduced(self, self.exchange, measured, good)
+            exchange = self.exchange if self.tape.due is None else self.exchange.only("factors", self.tape.due)
+            reduced = self.last_reduced = reduce.Reduced(self, exchange, measured, good)
             good = reduced.good
+            self._gather(None if self.staleness is None else reduced.look(self), good)
             for name, factors in reduced.batch.items():
                 once = reduced.again[self.index[name]] == 0
                 fit = good & reduced.absorb.get(name, good)
@@ -259,6 +276,11 @@ class Runner:
         for name in self.tape.without_moments:
             self.states[name].moments = None
         return good
+
+    def _gather(self, look: reduce.Look | None, good: Tensor) -> None:
+        """Let what was measured be judged. Waits for the device."""
+        if self.staleness is not None and look is not None and self.tape.due is not None and bool(good):
+            self.staleness.gather(self, self.tape.due, look)
 
     @property
     def by_terms(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from dkfac.checks import bad, check_rhythm, check_together
+from dkfac.checks import INTEGERS, RANGES, bad, check_rhythm, check_together
 
 Scheduled = float | Callable[[int], float]
 """A number, or a function from the step (counted from 0) to a number."""
@@ -33,6 +33,7 @@ WireForm = Literal["sums", "rows"]
 Share = Literal["gradients", "weights"]
 Fusion = Literal["one", "optimal", "spd"]
 InverseBackend = Literal["auto", "stream", "threads", "inline"]
+Staleness = Literal["fixed", "change", "basis"]
 
 
 SCHEDULES = ("damping", "norm_damping", "factor_decay", "kl_clip")
@@ -59,6 +60,20 @@ class Settings:
     warmup_refresh: tuple[int, int] | None = (10, 100)
     """``(every, until)``: decompose every so many steps before step ``until``, and measure factors in the same
     proportion as later (default: each step until step 100). None: one rhythm from the start."""
+
+    staleness: Staleness = "fixed"
+    """``"change"``: each factor is measured and decomposed at intervals of its own, instead of the rhythm above, which
+    grow while the batch factors of refreshes are alike and shrink when they are not. ``"basis"``: while the running
+    factor is near diagonal in the last bases."""
+
+    staleness_threshold: float = 0.1
+    """Relative change up to which a factor counts as what it was."""
+
+    staleness_min_rows: int = 1024
+    """Rows that a refresh of a factor measures, over several steps if need be: a few rows are noise."""
+
+    max_interval: int = 200
+    """The longest that ``staleness`` lets a factor wait."""
 
     rescale: Rescale = "auto"
     """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is.
@@ -205,7 +220,7 @@ class Settings:
                 text = ", ".join(repr(option) for option in options)
                 extra = " or an integer >= 1" if name == "loss_terms" else ""
                 raise bad(name, value, f"one of {text}{extra}", consequence)
-        for name, low, high, low_open, consequence in _RANGES:
+        for name, low, high, low_open, consequence in RANGES:
             value = getattr(self, name)
             if callable(value) or (value is None and name == "norm_damping"):
                 continue
@@ -216,7 +231,7 @@ class Settings:
             number = float(value)
             if number < low or (low_open and number == low) or number >= high:
                 raise bad(name, value, f"{bound}, or a function of the step", consequence)
-        for name, least, consequence in _INTEGERS:
+        for name, least, consequence in INTEGERS:
             value = getattr(self, name)
             if value is None and name == "split_dim":
                 continue
@@ -283,7 +298,7 @@ class Settings:
         result = value(step)
         if isinstance(result, bool) or not isinstance(result, Real):
             raise TypeError(f"{name}({step}) returned {result!r}; a schedule returns a number, as float(...) does")
-        for field_name, low, high, low_open, consequence in _RANGES:
+        for field_name, low, high, low_open, consequence in RANGES:
             if field_name == name and not (low <= float(result) < high and not (low_open and result == low)):
                 raise bad(f"{name}({step})", result, f"a number from {low:g} to {high:g}", consequence)
         return float(result)
@@ -318,22 +333,6 @@ _CHOICES: tuple[tuple[str, Any, str], ...] = (
     ("wire_form", WireForm, "it decides what travels of a factor"),
     ("share", Share, "it decides what the owner of a layer sends"),
     ("inverse_backend", InverseBackend, "it decides where decompositions are computed"),
+    ("staleness", Staleness, "it decides when statistics are refreshed"),
     ("fusion", Fusion, "it decides which factors are reduced together"),
-)
-_RANGES: tuple[tuple[str, float, float, bool, str], ...] = (
-    ("damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),
-    ("norm_damping", 0.0, math.inf, False, "negative damping makes the curvature indefinite"),
-    ("factor_decay", 0.0, 1.0, False, "at 1 the first batch would never be forgotten and no later one averaged in"),
-    ("kl_clip", 0.0, math.inf, True, "at 0 every update would be zero"),
-)
-_INTEGERS: tuple[tuple[str, int, str], ...] = (
-    ("factor_interval", 1, "it counts optimizer steps"),
-    ("inverse_interval", 1, "it counts optimizer steps"),
-    ("batch_dim", 0, "it is a dimension of the model's first input, counted from the front"),
-    ("max_dim", 1, "no factor could be formed"),
-    ("split_dim", 1, "it is the size of a matrix; None leaves factors whole"),
-    ("split_warmup", 0, "it counts steps"),
-    ("spread_refresh", 1, "it counts steps"),
-    ("inverse_lag", 0, "it counts steps"),
-    ("max_failures", 1, "it counts failed decompositions in a row"),
 )

@@ -29,7 +29,12 @@ Found = dict[str, dict[str, tuple[Decomposition | None, Rung]]]
 def decomposed_here(runner: Runner, layer: Layer) -> list[str]:
     """Return which of a layer's factors this rank decomposes."""
     by = runner.placements[layer.name].decomposed_by
-    return [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if runner.rank in ranks]
+    mine = [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if runner.rank in ranks]
+    return [key for key in mine if _is_refreshed(runner, layer.name, key)]
+
+
+def _is_refreshed(runner: Runner, name: str, key: str) -> bool:
+    return runner.refreshing is None or (name, key) in runner.refreshing
 
 
 def agree_on_means(runner: Runner) -> dict[str, dict[str, Tensor]]:
@@ -104,7 +109,7 @@ def agree_on_rungs(
         for factor, by in zip(layer.spec.factors, runner.placements[layer.name].decomposed_by, strict=True):
             total, squares = told[i], told[i + len(codes)]
             i += 1
-            if layer.name not in names:
+            if layer.name not in names or not _is_refreshed(runner, layer.name, factor.key):
                 continue
             agreed = len(by) * squares == total * total
             state = runner.states[layer.name]
@@ -123,6 +128,8 @@ def share_decompositions(
     exchange = runner.exchange
     if exchange is None:
         return own
+    if runner.refreshing is not None:
+        exchange = exchange.only("decompositions", runner.refreshing)
     solver = runner.settings.solver
 
     def value(part: Part) -> Tensor | None:

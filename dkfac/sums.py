@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import cast
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from dkfac.layers.conv import Conv, patches, patches_gram
 from dkfac.layers.layer import Layer
-from dkfac.layers.rows import Picked, Rows, regroup
+from dkfac.layers.rows import Picked, Rows, first_rows, regroup
 from dkfac.ops import factors as ops
 from dkfac.ops.decompose import Eigen
-from dkfac.plan.spec import FactorSpec
+from dkfac.plan.spec import FactorSpec, is_input
 from dkfac.settings import Settings
+from dkfac.window import Sums
 
 
 def input_sum(
@@ -36,20 +38,11 @@ def input_sum(
         module = cast(Conv, layer.module)
         total = patches_gram(module, rows.image, ones=layer.has_bias, dtype=layer.dtype, parts=parts)
         return total, float(rows.g.shape[0] * rows.g.shape[1] // parts)
-    a, kept = inputs_of(layer, rows), rows.valid
-    everything = Picked((a.shape[0], a.shape[1]), rows.examples, (slice(None), slice(None)))
-    picked = everything if rows.picked is None else rows.picked
-    if mask is not None and mask.numel() == math.prod(picked.shape):
-        if 0 < settings.batch_dim < mask.ndim and picked.shape[0] == picked.examples:
-            mask = mask.movedim(settings.batch_dim, 0)
-        mask = mask.reshape(picked.shape)[picked.here].to(a.device, layer.dtype)
-        kept = mask if kept is None else kept * mask
+    a, kept = inputs_of(layer, rows), _kept(layer, rows, mask, settings)
+    count = _count(rows, kept, settings, parts)
     if reduce:
         a = regroup(a, rows.examples, layer.name)
         kept = None if kept is None else regroup(kept, rows.examples, layer.name)
-    count: Tensor | float = float(a.shape[0] // parts * (1 if reduce else a.shape[1]))
-    if not reduce and kept is not None:
-        count = kept.sum()
     if factor.form == "diagonal":
         diagonal = ops.token_mean_squares if reduce else ops.token_counts
         return diagonal(a, kept, factor.dim, layer.dtype), count
@@ -62,6 +55,25 @@ def input_sum(
         return flat if kept is None else flat * kept.reshape(-1, 1), count
     total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept, parts=parts)
     return ops.in_weight_order(total, _taps(layer, rows)), count
+
+
+def _kept(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings) -> Tensor | None:
+    """Return ``[N, S]``: which rows count, if not all."""
+    n, s = rows.g.shape[:2]
+    picked = rows.picked or Picked((n, s), rows.examples, (slice(None), slice(None)))
+    if mask is None or mask.numel() != math.prod(picked.shape):
+        return rows.valid
+    if 0 < settings.batch_dim < mask.ndim and picked.shape[0] == picked.examples:
+        mask = mask.movedim(settings.batch_dim, 0)
+    mask = mask.reshape(picked.shape)[picked.here].to(rows.g.device, layer.dtype)
+    return mask if rows.valid is None else rows.valid * mask
+
+
+def _count(rows: Rows, kept: Tensor | None, settings: Settings, parts: int = 1) -> Tensor | float:
+    """Return what a sum over inputs is divided by."""
+    if settings.weight_sharing == "reduce":
+        return float(rows.examples // parts)
+    return float(rows.g.shape[0] // parts * rows.g.shape[1]) if kept is None else kept.sum()
 
 
 def map_sum(
@@ -112,6 +124,69 @@ def gradient_sum(
     if isinstance(weight, Tensor):
         return ops.gram(g, ones=False, dtype=layer.dtype, parts=parts) * weight
     return ops.gram(g, ones=False, dtype=layer.dtype, scale=weight, parts=parts)
+
+
+def add_products(
+    sums: Sums,
+    layer: Layer,
+    rows: Rows,
+    weight: Tensor | float,
+    mask: Tensor | None,
+    settings: Settings,
+    *,
+    due: Container[tuple[str, str]] | None,
+    keep: Container[str],
+    inputs: bool,
+) -> None:
+    """Add a call's rows to a layer's sums.
+
+    ``weight``: of gradients. ``due``: factors, as (layer, key), that are wanted, with their noise; None: all, without.
+    ``keep``: factors whose rows are kept instead. ``inputs``: whether those of the layer count.
+    """
+    for factor in layer.spec.factors:
+        key, is_own = factor.key, is_input(factor.key)
+        if is_own and not inputs:
+            continue
+        if due is not None and (layer.name, key) not in due:
+            if is_own and key != "A_S":  # which others are judged by
+                sums.rows = sums.rows + _count(rows, _kept(layer, rows, mask, settings), settings)
+            continue
+        if is_own:
+            total = map_sum if layer.kind == "linear-map" else input_sum
+            value, count = total(layer, factor, rows, mask, settings, as_rows=key in keep)
+            sums.rows = sums.rows + count
+        else:
+            value = gradient_sum(layer, factor, rows, weight, settings, as_rows=key in keep)
+        sums.add(key, value, as_rows=key in keep)
+        if due is not None:
+            sums.add_spread(key, spread(layer, factor, rows, value, weight, mask, settings))
+
+
+def spread(
+    layer: Layer,
+    factor: FactorSpec,
+    rows: Rows,
+    total: Tensor,
+    weight: Tensor | float,
+    mask: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Return a sum over one half of the examples less that over the other, of the variance that ``total`` has.
+
+    Of one example, zero: nothing is known then.
+    """
+    per_example = rows.g.shape[0] // rows.examples if rows.examples > 0 and not rows.g.shape[0] % rows.examples else 1
+    n, first = rows.g.shape[0] // per_example, rows.g.shape[0] // per_example // 2
+    if first == 0:
+        return torch.zeros_like(total)
+    half = first_rows(rows, first * per_example, first if rows.examples == n else rows.examples)
+    if is_input(factor.key):
+        sum_of = map_sum if layer.kind == "linear-map" else input_sum
+        part = sum_of(layer, factor, half, mask, settings)[0]
+    else:
+        part = gradient_sum(layer, factor, half, weight, settings)
+    second = n - first
+    return (part / first - (total - part) / second) * math.sqrt(first * second)
 
 
 def moment_sum(layer: Layer, rows: Rows, basis: dict[str, Eigen]) -> Tensor:

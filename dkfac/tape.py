@@ -16,9 +16,8 @@ from dkfac.layers.layer import Layer
 from dkfac.layers.rows import Rows, Sample, rows_of
 from dkfac.ops.decompose import Eigen
 from dkfac.ops.precision import tf32
-from dkfac.plan.spec import is_input
 from dkfac.settings import Settings
-from dkfac.sums import gradient_sum, input_sum, map_sum, moment_sum
+from dkfac.sums import add_products, moment_sum
 from dkfac.timing import StageTimer
 from dkfac.waiting import Waiting
 from dkfac.window import Measured, Sums, Terms, Window
@@ -55,6 +54,10 @@ class Tape:
         self.terms: Terms | None = None
         self.as_rows: set[tuple[str, str]] = set()
         """Factors, as (layer, key), whose rows are kept instead of summed."""
+        self.due: frozenset[tuple[str, str]] | None = None
+        """Factors that are measured, and with their noise, if each has an interval of its own."""
+        self.idle: frozenset[str] = frozenset()
+        """Layers of which none is."""
         self.overlap: Overlap | None = None
         self.defer_errors = False
         """Keep an error of the capture for the step, where other ranks are told of it."""
@@ -79,9 +82,12 @@ class Tape:
             raise RuntimeError("with overlap=True call set_terms(n, mask) before the forward, which measures inputs")
         self.pending_terms = Terms(number, mask)
 
-    def begin_step(self, step: int) -> None:
-        """Choose which rows the coming step measures, if not all."""
+    def begin_step(self, step: int, due: frozenset[tuple[str, str]] | None) -> None:
+        """Choose which rows the coming step measures, and which factors, if not all."""
         self.sample = replace(self.sample, turn=step)
+        self.due = due
+        if due is not None:
+            self.idle = frozenset(layer.name for layer in self.layers) - {name for name, _ in due}
 
     @property
     def next_mask(self) -> Tensor | None:
@@ -261,6 +267,7 @@ class Tape:
             self.waits
             and self.may_wait
             and self._is_plain
+            and self.due is None
             and (self.terms is None or self.terms.mask is None)
             and (self.overlap is None or not self.overlap.active)
             and (not self.as_rows or all(other != name for other, _ in self.as_rows))
@@ -302,17 +309,8 @@ class Tape:
 
     def _add(self, layer: Layer, sums: Sums, rows: Rows, weight: Tensor | float, *, has_input: bool) -> None:
         weight = weight * rows.ratio
-        for factor in layer.spec.factors:
-            keep = (layer.name, factor.key) in self.as_rows
-            if is_input(factor.key):
-                if not self.column and not has_input:
-                    total = map_sum if layer.kind == "linear-map" else input_sum
-                    value, count = total(layer, factor, rows, self.mask, self.settings, as_rows=keep)
-                    sums.rows = sums.rows + count
-                    self._keep(sums, factor.key, value, as_rows=keep)
-            else:
-                value = gradient_sum(layer, factor, rows, weight, self.settings, as_rows=keep)
-                self._keep(sums, factor.key, value, as_rows=keep)
+        inputs, keep = not self.column and not has_input, {key for name, key in self.as_rows if name == layer.name}
+        add_products(sums, layer, rows, weight, self.mask, self.settings, due=self.due, keep=keep, inputs=inputs)
         basis = self.bases.get(layer.name)
         if basis is not None and sums.called_again:
             # An example's gradient is the sum over the calls, which are seen one at a time.
@@ -336,13 +334,6 @@ class Tape:
                     f"for it",
                     stacklevel=2,
                 )
-
-    @staticmethod
-    def _keep(sums: Sums, key: str, value: Tensor, *, as_rows: bool) -> None:
-        if as_rows:
-            sums.pieces.setdefault(key, []).append(value)
-        else:
-            sums.add(key, value)
 
 
 def _here(value: Tensor | float, like: Tensor | float) -> Tensor | float:

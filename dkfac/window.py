@@ -12,6 +12,8 @@ class Sums:
     """One layer's sums over its calls in a step."""
 
     factors: dict[str, Tensor] = field(default_factory=dict)
+    spreads: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over one half of the examples less those over the other, where a look is taken at the noise."""
     moments: Tensor | None = None
     rows: Tensor | float = 0.0
     """What A is divided by: rows, or examples under ``reduce``."""
@@ -22,11 +24,21 @@ class Sums:
     """The backward pass, and column of the exact Fisher, that the last call belonged to."""
     called_again: bool = False
 
-    def add(self, key: str, value: Tensor) -> None:
-        if key in self.factors:
-            self.factors[key] += value
+    def add(self, key: str, value: Tensor, *, as_rows: bool = False) -> None:
+        if as_rows:
+            self.pieces.setdefault(key, []).append(value)
         else:
-            self.factors[key] = value
+            _add(self.factors, key, value)
+
+    def add_spread(self, key: str, value: Tensor) -> None:
+        _add(self.spreads, key, value)
+
+
+def _add(sums: dict[str, Tensor], key: str, value: Tensor) -> None:
+    if key in sums:
+        sums[key] += value
+    else:
+        sums[key] = value
 
 
 @dataclass(slots=True)

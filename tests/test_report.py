@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dkfac import KFAC, health, report
+from dkfac.plan.make import Choices, make_plan
 
 EXACT = {"warmup_refresh": None, "factor_interval": 1, "inverse_interval": 2}
 
@@ -300,3 +301,17 @@ def test_a_training_run_that_does_not_pay_warns_once(options, words):
     said = [str(warning.message) for warning in caught if "of the time of a step" not in str(warning.message)]
     assert len(said) == 1
     assert words in said[0]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "adam-eigen"])
+def test_one_rank_of_a_plan_keeps_what_one_process_does(curvature):
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3, bias=False))
+    is_adam = curvature == "adam-eigen"
+    optimizer = (torch.optim.AdamW if is_adam else torch.optim.SGD)(model.parameters(), lr=0.1)
+    with KFAC(model, optimizer, curvature=curvature, announce=False) as kfac:
+        specs = [layer.spec for layer in kfac.layers]
+        plans = [make_plan(specs, size, Choices(strategy="sharded", moments=curvature == "ekfac")) for size in (1, 2)]
+        alone = sum(report.state_bytes(layer, kfac.settings) for layer in kfac.layers)
+        assert report.rank_bytes(kfac.layers, kfac.settings, plans[0], 0) == alone
+        both = sum(report.rank_bytes(kfac.layers, kfac.settings, plans[1], rank) for rank in (0, 1))
+        assert both > alone if curvature == "ekfac" else both == alone  # EKFAC measures in the bases, on every rank

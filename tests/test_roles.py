@@ -235,3 +235,6 @@ def test_roles_that_have_ended_are_refused():
     helper = RolesPlace("inverse", 0, {}, None, None, None, "")
     with pytest.raises(ValueError, match="this rank is a inverse worker"):
         dkfac.KFAC(build(), roles=helper)
+    ready = RolesPlace("gradient", 0, {}, None, None, None, "")
+    with pytest.raises(ValueError, match='staleness="fixed"'):
+        dkfac.KFAC(build(), roles=ready, staleness="change")

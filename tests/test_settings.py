@@ -39,6 +39,7 @@ CHOICES = {
     "wire_dtype": ("'bfloat16'", ["bf16", "float8", "int8", 16, True]),
     "share": ("'weights'", ["updates", None, True]),
     "wire_form": ("'rows'", ["row", None, 1]),
+    "staleness": ("'basis'", ["adaptive", "", None, True]),
     "fusion": ("'optimal'", ["greedy", 0, True]),
 }
 NUMBERS = {
@@ -56,6 +57,9 @@ NUMBERS = {
     "cluster": ("dkfac measure", [3, True, ["cluster.json"]]),
     "max_failures": (">= 1", [0, -1, 1.5, None, True]),
     "inverse_lag": (">= 0", [-1, 0.5, None, "soon", True]),
+    "staleness_threshold": ("> 0", [0, -0.1, math.nan, None, "0.1", True, abs]),
+    "staleness_min_rows": (">= 1", [0, -1, 10.0, None, True]),
+    "max_interval": (">= 1", [0, -1, 10.0, None, True]),
     "inverse_backend": ("'threads'", ["thread", "gpu", "", None, 1]),
     "spread_refresh": (">= 1", [0, -1, 2.5, None, True]),
     "fisher_fraction": ("<= 1", [0, -0.5, 1.5, None, "half", True]),

@@ -93,7 +93,9 @@ def assert_equal(found, wanted, where="state"):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("rhythm", "optimizer"), [("2/4", "sgd"), ("2/4", "adamw"), ("warmup", "sgd")])
+@pytest.mark.parametrize(
+    ("rhythm", "optimizer"), [("2/4", "sgd"), pytest.param("2/4", "adamw", marks=pytest.mark.slow), ("warmup", "sgd")]
+)
 def test_resuming_at_any_step_is_bitwise_the_uninterrupted_run(rhythm, optimizer, variant):
     options = {"optimizer": optimizer, **RHYTHMS[rhythm], **VARIANTS[variant]}
     model, opt, kfac = make(**options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,16 @@ def _sampled(rows: Rows, sample: Sample) -> Rows:
     a, g = rows.a[here, there], rows.g[here, there]
     picked = Picked((n, s), rows.examples, (here, there))
     return Rows(a, g, examples, picked=picked, ratio=n * s / (a.shape[0] * a.shape[1]))
+
+
+def first_rows(rows: Rows, number: int, examples: int) -> Rows:
+    """Return the first of N, which stem from so many examples."""
+    shape = (rows.g.shape[0], rows.g.shape[1])
+    picked = rows.picked or Picked(shape, rows.examples, (slice(None), slice(None)))
+    here = range(picked.shape[0])[picked.here[0]][:number]
+    a, valid, image = (None if t is None else t[:number] for t in (rows.a, rows.valid, rows.image))
+    picked = replace(picked, here=(slice(here.start, here.stop, here.step), picked.here[1]))
+    return Rows(a, rows.g[:number], examples, valid, image, picked, rows.ratio)
 
 
 def block_of(examples: int, sample: Sample) -> tuple[int, int]:

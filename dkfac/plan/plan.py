@@ -58,6 +58,8 @@ class Plan:
     """Factors, as ``(layer, key)``, of which ranks send at most so many rows each instead of their sum."""
     whole: bool = False
     """Whether factors that are to be decomposed in pieces are not yet: the warm-up."""
+    adaptive: bool = False
+    """Whether each factor has an interval of its own, by how it changes, which ranks tell each other."""
 
     def __post_init__(self) -> None:
         for layer, placement in zip(self.layers, self.placements, strict=True):
@@ -129,6 +131,7 @@ class Plan:
             "share": self.share,
             "rows": self.rows,
             "whole": self.whole,
+            "adaptive": self.adaptive,
             "layers": [asdict(layer) for layer in self.layers],
             "placements": placements,
             "buckets": self.buckets,
@@ -164,6 +167,7 @@ class Plan:
             share=body["share"],
             rows=tuple((name, key, number) for name, key, number in body["rows"]),
             whole=body["whole"],
+            adaptive=body.get("adaptive", False),
         )
 
     def fingerprint(self) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.spec import LayerSpec
 
-Stage = Literal["header", "factors", "means", "status", "decompositions", "norms", "gradients", "weights"]
+Stage = Literal["header", "factors", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"]
 How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
 """``rows``: each rank's own to the owner of each part, not added. ``collect``: from equal chunks to owners, after a
 reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These are all-to-alls; the last two move
@@ -113,13 +113,24 @@ class Program:
     def stage(self, *stages: Stage) -> tuple[Transfer, ...]:
         return tuple(t for t in self.transfers if t.stage in stages)
 
+    def only(self, stage: Stage, kept: Container[tuple[str, str]]) -> Program:
+        """Return the program with nothing but these, as (layer, key), in a stage; the same on every rank still."""
+        found = []
+        for transfer in self.transfers:
+            if transfer.stage == stage:
+                parts = tuple(part for part in transfer.parts if (part.layer, part.key) in kept)
+                transfer = replace(transfer, parts=parts)
+            if transfer.parts:
+                found.append(transfer)
+        return Program(tuple(found))
+
     def of(self, rank: int, *, measures: bool, decomposes: bool) -> list[Transfer]:
         """Return what a rank takes part in, in a step of this kind."""
         skipped: set[str] = set()
         if not measures:
             skipped |= {"header", "factors"}
         if not decomposes:
-            skipped |= {"means", "status", "decompositions"}
+            skipped |= {"changes", "means", "status", "decompositions"}
         return [t for t in self.transfers if rank in t.group and t.stage not in skipped]
 
 
@@ -131,9 +142,12 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     num_factors = sum(len(layer.factors) for layer in plan.layers)
     blocks = sum(factor.num_blocks for layer in plan.layers for factor in layer.factors)
     traces = num_factors + len(plan.layers) * plan.moments if plan.wire_dtype == "float16" else 0
-    transfers = [_small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + traces)]
+    spreads = num_factors if plan.adaptive else 0
+    transfers = [_small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + spreads + traces)]
     transfers += _reductions(plan, everyone)
     transfers += _rows(plan, everyone)
+    if plan.adaptive:
+        transfers.append(_small("changes", everyone, 2 * num_factors))
     transfers.append(_small("means", everyone, 2 * NUM_SCHEDULES + num_factors + blocks))
     transfers.append(_small("status", everyone, 1 + 2 * num_factors))
     decompositions = list(_decompositions(plan))

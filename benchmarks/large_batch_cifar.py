@@ -1,0 +1,219 @@
+"""CIFAR-10, ResNet-20: what large batches cost SGD and K-FAC, and what adaptive staleness buys.
+
+``--study batches``: for each batch size SGD and K-FAC are tuned over as many settings each (``RATES``, ``DAMPINGS``) on
+5,000 held-out training images, seed 0, and the best is run with further seeds; K-FAC also in 60% of the steps. 30
+epochs, linear warm-up over a fifth and linear decay, label smoothing 0.1, weight decay 5e-4, Nesterov momentum 0.9, the
+same augmentation.
+``--study staleness``: at batch 1,024 fixed intervals against intervals that follow the factors; refreshes are counted
+by factor. Several runs share a GPU as processes, so times are not comparable.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from cifar import accuracy, augment, normalise, read_archive, worker
+from environment import write
+
+import dkfac
+from dkfac.layers.find import find_layers
+from dkfac.recipes.resnet import cifar_resnet
+
+EPOCHS = 30
+RATES = {
+    256: (0.1, 0.2, 0.3, 0.4, 0.6, 0.8),
+    1024: (0.2, 0.4, 0.8, 1.2, 1.6, 2.4),
+    4096: (0.4, 0.8, 1.2, 1.6, 2.4, 3.2),
+    8192: (0.4, 0.8, 1.2, 1.6, 2.4, 3.2),
+}
+DAMPINGS = (3e-4, 3e-3)
+RHYTHM = {256: (4, 40), 1024: (1, 10), 4096: (1, 4), 8192: (1, 2)}
+"""Factors and inverses: about as often in an epoch."""
+
+
+def kfac_of(batch: int, **more) -> dict:
+    factors, inverses = RHYTHM[batch]
+    return {
+        "factor_interval": factors,
+        "inverse_interval": inverses,
+        "warmup_refresh": None,
+        "solver": "cholesky",
+        **more,
+    }
+
+
+def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
+    torch.manual_seed(config["seed"])
+    generator = torch.Generator(device).manual_seed(config["seed"])
+    data = {name: t.to(device) for name, t in data.items()}
+    order = torch.randperm(len(data["train_y"]), generator=torch.Generator().manual_seed(0))
+    held, used = order[:5000].to(device), order[5000:].to(device)
+    model = cifar_resnet(20).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
+    kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, announce=False, **config["kfac"])
+    total = round(config["epochs"] * len(used) / config["batch"])
+    warm = max(1, total // 5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (step + 1) / warm if step < warm else max(0.0, (total - step) / (total - warm))
+    )
+    begin, waiting, curve = time.perf_counter(), used[:0], []
+    for step in range(total):
+        if len(waiting) < config["batch"]:
+            waiting = torch.cat([waiting, used[torch.randperm(len(used), generator=generator, device=device)]])
+        chunk, waiting = waiting[: config["batch"]], waiting[config["batch"] :]
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            output = model(normalise(augment(data["train_x"][chunk], generator)))
+            loss = F.cross_entropy(output, data["train_y"][chunk], label_smoothing=0.1)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % max(1, total // 15) == 0:
+            curve.append([step + 1, accuracy(model, data["train_x"][held], data["train_y"][held])])
+    report = {} if kfac is None else kfac.report()
+    return {
+        "config": config,
+        "steps": total,
+        "validation": accuracy(model, data["train_x"][held], data["train_y"][held]),
+        "test": accuracy(model, data["test_x"], data["test_y"]),
+        "curve": curve,
+        "seconds": time.perf_counter() - begin,
+        "refreshed_factors": report.get("refreshed_factors"),
+        "refreshes": None if kfac is None else kfac.metrics()["refreshes"],
+        "interval_history": report.get("interval_history") if config["seed"] == 0 else None,
+    }
+
+
+class Machine:
+    """Processes that train what is asked for, until the time is up."""
+
+    def __init__(self, data, workers: int, seconds: float) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        context = mp.get_context("spawn")
+        self._queue, self._results = context.Queue(), context.Queue()
+        self._end = time.perf_counter() + seconds
+        self._processes = [
+            context.Process(target=worker, args=(self._queue, self._results, data, device, train))
+            for _ in range(workers)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, configs: list[dict]) -> list[dict]:
+        for config in configs:
+            self._queue.put(config)
+        done: list[dict] = []
+        while len(done) < len(configs) and time.perf_counter() < self._end:
+            try:
+                done.append(self._results.get(timeout=5))
+            except Exception:
+                continue
+            run, c = done[-1], done[-1]["config"]
+            told = (
+                f"{run['validation']:.4f} {run['test']:.4f} {run['seconds']:.0f} s" if "test" in run else run["error"]
+            )
+            print(f"{c['label']:28} batch {c['batch']} lr {c['lr']} seed {c['seed']}: {told}", flush=True)
+        return done
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+
+
+def batches(machine: Machine, sizes: list[int], seeds: int) -> tuple[list[dict], dict]:
+    grid = []
+    for batch in sizes:
+        base = {"batch": batch, "epochs": EPOCHS, "seed": 0}
+        grid += [base | {"label": "sgd", "lr": lr, "kfac": None} for lr in RATES[batch]]
+        grid += [
+            base | {"label": "kfac", "lr": lr, "kfac": kfac_of(batch, damping=damping)}
+            for lr in RATES[batch][1::2]
+            for damping in DAMPINGS
+        ]
+    done = machine.run(grid)
+    further, best = [], {}
+    for batch in sizes:
+        for label in ("sgd", "kfac"):
+            tried = [r for r in done if r["config"]["batch"] == batch and r["config"]["label"] == label and "test" in r]
+            if not tried:
+                continue
+            chosen = best[f"{label} {batch}"] = max(tried, key=lambda r: r["validation"])["config"]
+            further += [chosen | {"seed": seed} for seed in range(1, seeds)]
+            if label == "kfac":
+                short = chosen | {"epochs": 0.6 * EPOCHS, "label": "kfac 60%"}
+                further += [short | {"seed": seed} for seed in range(seeds)]
+    done += machine.run(further)
+    return done, best
+
+
+def summary(done: list[dict], best: dict) -> dict:
+    found = {}
+    for name, chosen in best.items():
+        for label, epochs in ((name, EPOCHS), (f"{name} in 60%", 0.6 * EPOCHS)):
+            same = [
+                r["test"] for r in done
+                if "test" in r and r["config"]["epochs"] == epochs and r["config"]["batch"] == chosen["batch"]
+                and r["config"]["lr"] == chosen["lr"] and r["config"]["kfac"] == chosen["kfac"]
+            ]  # fmt: skip
+            if same:
+                found[label] = {
+                    "median": statistics.median(same),
+                    "tests": same,
+                    "lr": chosen["lr"],
+                    "kfac": chosen["kfac"],
+                }
+                print(f"{label:24} lr {chosen['lr']}: {statistics.median(same):.4f} {[round(t, 4) for t in same]}")
+    return found
+
+
+def staleness(machine: Machine, seeds: int) -> tuple[list[dict], dict]:
+    """Fixed intervals, at which factors are measured and decomposed alike, against those that follow the factors."""
+    base = {"batch": 1024, "epochs": 20, "lr": 0.8}
+    own = {"damping": 1e-3, "solver": "cholesky", "warmup_refresh": None}
+    kinds = {f"fixed {n}": {"factor_interval": n, "inverse_interval": n, **own} for n in (1, 4, 10, 25, 60)}
+    for how, threshold in (("change", 0.1), ("change", 0.2), ("change", 0.4), ("basis", 0.1), ("basis", 0.2)):
+        more = {"staleness": how, "staleness_threshold": threshold, **own}
+        kinds[f"{how} {threshold}"] = more if how == "change" else more | {"solver": "eigen"}
+    configs = [base | {"label": label, "kfac": kfac, "seed": s} for s in range(seeds) for label, kfac in kinds.items()]
+    done = machine.run(configs)
+    found = {}
+    for label in kinds:
+        runs = [r for r in done if r["config"]["label"] == label and "test" in r]
+        if runs:
+            number = len(find_layers(cifar_resnet(20), dkfac.Settings(), None)[0]) * 2
+            refreshed = [r["refreshed_factors"] or r["refreshes"] * number for r in runs]
+            tests = [r["test"] for r in runs]
+            found[label] = {"median": statistics.median(tests), "tests": tests, "refreshes": refreshed}
+            print(f"{label:14} {statistics.median(tests):.4f} {[round(t, 4) for t in tests]}, refreshed: {refreshed}")
+    return done, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archive")
+    parser.add_argument("--study", choices=("batches", "staleness"), default="batches")
+    parser.add_argument("--batches", default="256,1024,4096,8192")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=560, help="stop and write what there is after this long")
+    parser.add_argument("--out", required=True)
+    given = parser.parse_args()
+    data = {name: t.contiguous().share_memory_() for name, t in read_archive(given.archive).items()}
+    machine = Machine(data, given.workers, given.seconds)
+    try:
+        if given.study == "batches":
+            done, best = batches(machine, json.loads(f"[{given.batches}]"), given.seeds)
+            table = summary(done, best)
+        else:
+            done, table = staleness(machine, given.seeds)
+    finally:
+        machine.close()
+    write(given.out, {"table": table, "runs": done})
+
+
+if __name__ == "__main__":
+    main()
