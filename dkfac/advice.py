@@ -19,7 +19,7 @@ def suggest(optimizer: torch.optim.Optimizer, total_steps: int, *, write: Callab
         )
     if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
         raise ValueError(f"total_steps={total_steps!r} is not a number of steps, an integer >= 1")
-    is_adam = isinstance(optimizer, torch.optim.Adam)
+    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
     name = type(optimizer).__name__
     write(_adam(name, rates, total_steps) if is_adam else _other(name, rates, total_steps))

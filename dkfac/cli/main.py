@@ -1,22 +1,46 @@
-"""The command line: ``dkfac measure``, ``plan`` and ``run``."""
+"""The command line."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from dkfac.cli import measure, plan, run
+from dkfac.cli import compare, doctor, measure, plan, report, run, simulate, train
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses what it does not know, with what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if message.startswith("unrec") else ""
+        known = [option for action in self._every_action() for option in action.option_strings]
+        near = difflib.get_close_matches(unknown.partition("=")[0], known, 1) if unknown.startswith("--") else []
+        super().error(f"{message}; did you mean {near[0]}?" if near else message)
+
+    def _every_action(self) -> list[argparse.Action]:
+        found = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [inner for parser in action.choices.values() for inner in parser._actions]
+        return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; wrong input ends in one line on stderr and exit status 2."""
-    parser = argparse.ArgumentParser(prog="dkfac", description="Distributed K-FAC for PyTorch.")
+    parser = Parser(prog="dkfac", description="Distributed K-FAC for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
+    train.add_to(commands)
+    compare.add_to(commands)
+    report.add_to(commands)
     measure.add_to(commands)
     plan.add_to(commands)
     run.add_to(commands)
+    simulate.add_to(commands)
+    doctor.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         status: int | Callable[[], int] = given.run(given)

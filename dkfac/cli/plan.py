@@ -11,6 +11,7 @@ from dkfac.plan.make import Choices
 from dkfac.plan.models import MODELS, Shape, work_of
 from dkfac.plan.preset import PRESETS, load
 from dkfac.plan.search import Found, search
+from dkfac.plan.timeline import Timeline
 from dkfac.settings import Solver, WireDtype
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -84,15 +85,20 @@ def run(given: argparse.Namespace) -> int:
     print(table(found[: given.top], given, cluster, batch))
     print(advice(found, cluster, given.ranks))
     timeline = found[0].steps[0][2]
+    write_step(given, f"{given.model}, {found[0].name}, refreshing step", timeline)
+    return 0
+
+
+def write_step(given: argparse.Namespace, title: str, timeline: Timeline) -> None:
+    """Write a step as a trace and as a picture, where that is asked for."""
     if given.trace is not None:
         given.trace.write_text(timeline.to_chrome())
         print(f"wrote {given.trace}: open it in Perfetto")
     if given.gantt is not None:
         from dkfac.charts import gantt
 
-        gantt([(f"{given.model}, {found[0].name}, refreshing step", timeline)], given.gantt)
+        gantt([(title, timeline)], given.gantt)
         print(f"wrote {given.gantt}")
-    return 0
 
 
 def read_cluster(given: argparse.Namespace) -> Cluster:

@@ -28,8 +28,12 @@ def build(where: str) -> nn.Module:
         if not hasattr(function, part):
             raise ValueError(f"{where!r}: {module!r} has no {name!r}")
         function = getattr(function, part)
-    with torch.device("meta"):
-        model = function()
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        what = f"{where!r} cannot be called without arguments on the meta device"
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{where!r} returned {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -1,0 +1,28 @@
+"""What a person sees of a run: plain lines."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+
+class Progress:
+    """Prints lines; on a terminal the last one of a kind takes the place of the one before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._is_terminal = stream, stream.isatty()
+        self._open = False
+
+    def say(self, line: str) -> None:
+        passing = line.startswith("step ")
+        if not self._is_terminal:
+            print(line, file=self._stream, flush=True)
+            return
+        end = "" if passing else "\n"
+        begin = "\r\x1b[K" if self._open and passing else "\n" if self._open else ""
+        print(f"{begin}{line}", end=end, file=self._stream, flush=True)
+        self._open = passing
+
+    def close(self) -> None:
+        if self._open:
+            print(file=self._stream)
+            self._open = False

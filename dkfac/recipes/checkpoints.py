@@ -1,0 +1,135 @@
+"""Checkpoints that are whole or not there: a new folder each, a manifest with checksums, a pointer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEPT = 2
+VERSION = 1
+
+
+def part(folder: Path, step: int) -> Path:
+    """Return the folder, not yet a checkpoint, that the ranks write their files to."""
+    return folder / f".step-{step:08d}.part"
+
+
+def write(folder: Path, step: int, name: str, state: dict[str, Any]) -> None:
+    """Write one file of a checkpoint, to the disk."""
+    place = part(folder, step)
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / f"{name}.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finish(folder: Path, step: int, about: dict[str, Any]) -> Path:
+    """Make a checkpoint of what was written: manifest, new name, pointer; remove all but the last few."""
+    place, final = part(folder, step), folder / f"step-{step:08d}"
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(place.glob("*.pt"))}
+    body = {"version": VERSION, "step": step, "files": files, **about}
+    _replace(place / "manifest.json", json.dumps(body | {"sha256": _seal(body)}, indent=1))
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(place, final)
+    _sync(folder)
+    _replace(folder / "latest", final.name)
+    for old in sorted(folder.glob("step-*"))[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    for rest in folder.glob(".step-*.part"):
+        shutil.rmtree(rest, ignore_errors=True)
+    return final
+
+
+def give_up(folder: Path, step: int) -> None:
+    """Leave nothing of a checkpoint that could not be written."""
+    shutil.rmtree(part(folder, step), ignore_errors=True)
+
+
+def newest(folder: Path, said: list[str]) -> Path | None:
+    """Return the newest checkpoint that is whole, None if there is none; what is passed over is added to ``said``."""
+    for place in _candidates(folder):
+        wrong = fault(place)
+        if wrong is None:
+            return place
+        said.append(f"{place} is passed over: {wrong}")
+    return None
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Yield the one pointed at, then the others from the newest on."""
+    pointer = folder / "latest"
+    first = folder / pointer.read_text().strip() if pointer.is_file() else None
+    if first is not None and first.parent == folder:
+        yield first
+    yield from (place for place in sorted(folder.glob("step-*"), reverse=True) if place != first)
+
+
+def fault(place: Path) -> str | None:
+    """Return what is wrong with a checkpoint, None if nothing is."""
+    try:
+        body = json.loads((place / "manifest.json").read_text())
+        version, seal = body["version"], body.pop("sha256", None)
+    except FileNotFoundError:
+        return "it has no manifest"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest cannot be read ({error})"
+    if version != VERSION:
+        return f"it has version {version!r}, this dkfac reads {VERSION}"
+    if seal != _seal(body):
+        return "its manifest is damaged"
+    for name, told in body["files"].items():
+        path = place / name
+        if path.parent != place or not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != told["bytes"] or _digest(path) != told["sha256"]:
+            return f"{name} is damaged"
+    return None
+
+
+def about(place: Path) -> dict[str, Any]:
+    """Return what the manifest says."""
+    body: dict[str, Any] = json.loads((place / "manifest.json").read_text())
+    return body
+
+
+def read(place: Path, name: str, device: torch.device) -> dict[str, Any]:
+    """Return a file of a checkpoint; nothing in it is run."""
+    state: dict[str, Any] = torch.load(place / f"{name}.pt", map_location=device, weights_only=True)
+    return state
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is there whole or as it was."""
+    other = path.with_name(f".{path.name}.new")
+    with open(other, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(other, path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,168 @@
+"""A run's folder: what was asked for, on what, what happened. See ``docs/notes/009-recipes.md`` for the files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dkfac
+
+NUM_EIGENVALUES = 64
+LARGEST = 1024
+"""Factors larger than this are not decomposed for their spectrum."""
+
+
+class Log:
+    """Appends to a run's folder, on rank 0; on the others it does nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        about: dict[str, Any],
+        place: dkfac.distributed.Place,
+        *,
+        tensorboard: bool = False,
+        is_resumed: bool = False,
+    ) -> None:
+        self._folder, self._is_here = folder, place.rank == 0
+        self._file: Any = None
+        self._board: Any = None
+        if not self._is_here:
+            return
+        path = folder / "metrics.jsonl"
+        if path.exists() and not is_resumed:
+            raise ValueError(f"{folder} has a run already: choose another --out, or --resume {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "settings.json", about)
+        _write(folder / "environment.json", environment(place.device))
+        self._file = open(path, "a")  # noqa: SIM115 - closed by __exit__
+        if tensorboard:
+            self._board = _board(folder)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def add(self, **entry: Any) -> None:
+        if self._file is None:
+            return
+        self._file.write(json.dumps(plain(entry)) + "\n")
+        self._file.flush()
+        if self._board is not None and entry["kind"] in ("step", "test"):
+            flat = {**entry, **{f"kfac/{k}": v for k, v in entry.get("kfac", {}).items()}}
+            for name, value in flat.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._board.add_scalar(f"{entry['kind']}/{name}", value, entry["step"])
+
+    def cut(self, step: int) -> None:
+        """Take out what was logged after a step that is resumed from."""
+        if self._file is None:
+            return
+        path = self._folder / "metrics.jsonl"
+        kept = [entry for entry in entries(path) if entry["step"] <= step and entry["kind"] != "end"]
+        self._file.close()
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        self._file = open(path, "a")  # noqa: SIM115
+
+    def summarise(
+        self, kfac: dkfac.KFAC | None, own: list[float], gather: Callable[[list[float]], list[list[float]]]
+    ) -> None:
+        """Write what K-FAC reports and what each rank took. A collective call."""
+        ranks = gather(own)
+        if not self._is_here:
+            return
+        body: dict[str, Any] = {"peak_memory_bytes": [numbers[0] for numbers in ranks]}
+        if kfac is not None:
+            body |= {"kfac": kfac.report(), "plan": json.loads(kfac.plan.to_json()), "layers": repr(kfac)}
+        _write(self._folder / "summary.json", body)
+
+
+def entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a metrics file; one that was cut short ends it."""
+    with open(path) as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "dkfac": dkfac.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+    return found
+
+
+def resources(device: torch.device) -> list[float]:
+    """Return the most memory that this rank has held, in bytes: of its GPU, or of the process."""
+    if device.type == "cuda":
+        return [float(torch.cuda.max_memory_allocated(device))]
+    return [1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
+
+
+def spectra(kfac: dkfac.KFAC | None) -> Iterator[dict[str, Any]]:
+    """Yield eigenvalues of the first, the middle and the last layer's factors that are held here."""
+    if kfac is None:
+        return
+    names = [layer.name for layer in kfac.layers]
+    chosen = dict.fromkeys([names[0], names[len(names) // 2], names[-1]])
+    held = kfac.factors()
+    for name in chosen:
+        for key, factor in held[name].items():
+            if factor.ndim != 2 or factor.shape[0] > LARGEST or factor.shape[0] != factor.shape[1]:
+                continue
+            values = torch.linalg.eigvalsh(factor.detach().double().cpu()).flip(0).clamp(min=0)
+            places = torch.linspace(0, len(values) - 1, min(NUM_EIGENVALUES, len(values))).round().long()
+            largest, least = float(values[0]), float(values[values > values[0] * 1e-12][-1]) if values[0] > 0 else 0.0
+            yield {
+                "layer": name,
+                "factor": key,
+                "eigenvalues": values[places].tolist(),
+                "condition": largest / least if least > 0 else None,
+            }
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _write(path: Path, body: Any) -> None:
+    other = path.with_name(f".{path.name}.new")
+    other.write_text(json.dumps(plain(body), indent=1, default=str) + "\n")
+    os.replace(other, path)
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+    return SummaryWriter(str(folder / "tensorboard"))

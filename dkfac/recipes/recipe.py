@@ -1,0 +1,149 @@
+"""What a recipe is: data, model, loss and hyperparameters as a value, which one loop trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import dkfac
+
+
+class Examples(Protocol):
+    """A split of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: Tensor, *, seed: int | None) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of some examples, on the CPU. ``seed``: for random parts of them; None: whole."""
+        ...
+
+
+class Session(Protocol):
+    """What a recipe does around the steps of one run."""
+
+    def prepare(self, x: Tensor, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets for the model, on the device. ``generator``: for training; None: to be judged."""
+        ...
+
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, num_steps: int, epoch: float) -> None: ...
+
+    def after_step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hyper:
+    """What the command line can change."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 5e-4
+    batch: int = 128
+    micro_batch: int | None = None
+    """Examples of a forward pass on each rank; None: all of its share."""
+    epochs: float = 10.0
+    warmup: float = 0.1
+    """Share of the steps in which the learning rate rises."""
+    decay: Literal["linear", "steps"] = "linear"
+    milestones: tuple[float, ...] = ()
+    """Epochs after which ``"steps"`` divides the learning rate by ten."""
+    label_smoothing: float = 0.0
+    size: int | None = None
+    """Pixels of pictures that come in different sizes."""
+    seed: int = 0
+    autocast: bool = True
+    """bfloat16 on a GPU."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What one recipe alone has."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "batch", "epochs"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch={self.micro_batch} must be >= 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    name: str
+    about: str
+    """One line."""
+    data: str
+    """What to put where, if it needs data."""
+    hyper: Hyper
+    kfac: Mapping[str, Any] | Callable[[Hyper], Mapping[str, Any]]
+    """Settings of K-FAC, others than its defaults."""
+    load: Callable[[str | None, Hyper], tuple[Examples, Examples]]
+    build: Callable[[Examples, Hyper], nn.Module]
+    begin: Callable[[nn.Module, Examples, Hyper, dkfac.distributed.Place], Session]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    judge: Callable[[Tensor, Tensor], Tensor] | None = None
+    """How many of a batch are right; None: only the loss tells."""
+    adapt: Callable[[Hyper, Mapping[str, Any]], Hyper] = lambda hyper, given: hyper
+    """What follows for the hyperparameters from those that were given."""
+    first_order: str = "SGD"
+
+    def settings(self, hyper: Hyper) -> Mapping[str, Any]:
+        """Return K-FAC's."""
+        return self.kfac(hyper) if callable(self.kfac) else self.kfac
+
+
+def optimizer_of(hyper: Hyper, model: nn.Module) -> torch.optim.Optimizer:
+    if hyper.optimizer == "adamw":
+        betas = (hyper.momentum, 0.95)
+        return torch.optim.AdamW(model.parameters(), lr=hyper.lr, betas=betas, weight_decay=hyper.weight_decay)
+    return torch.optim.SGD(
+        model.parameters(), lr=hyper.lr, momentum=hyper.momentum, nesterov=hyper.nesterov and hyper.momentum > 0,
+        weight_decay=hyper.weight_decay,
+    )  # fmt: skip
+
+
+def share_of_lr(hyper: Hyper, step: int, num_steps: int, epoch: float) -> float:
+    """Return what a step's learning rate is of the peak: a rise, then a line to zero or tenths."""
+    rise = max(1, math.ceil(hyper.warmup * num_steps)) if hyper.warmup else 0
+    share = min(1.0, (step + 1) / rise) if rise else 1.0
+    if hyper.decay == "steps":
+        return float(share * 0.1 ** sum(epoch >= milestone for milestone in hyper.milestones))
+    return share * min(1.0, (num_steps - step) / max(1, num_steps - rise))
+
+
+class Plain:
+    """A session with nothing to remember: a function that prepares a batch, and the schedule of the recipe."""
+
+    def __init__(
+        self, hyper: Hyper, prepare: Callable[[Tensor, Tensor, torch.Generator | None], tuple[Tensor, Tensor]]
+    ) -> None:
+        self._hyper, self._prepare = hyper, prepare
+
+    def prepare(self, x: Tensor, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        return self._prepare(x, y, generator)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, num_steps: int, epoch: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self._hyper.lr * share_of_lr(self._hyper, step, num_steps, epoch)
+
+    def after_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def hits(output: Tensor, targets: Tensor) -> Tensor:
+    """Return how many of the outputs are largest where the target, a number or soft, is."""
+    truth = targets.argmax(-1) if targets.is_floating_point() else targets
+    return (output.argmax(-1) == truth).sum()
