@@ -8,7 +8,6 @@ Judged by the loss on all training images after the last update; the best rate i
 """
 
 import argparse
-import itertools
 import statistics
 import time
 
@@ -19,8 +18,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import dkfac
+from dkfac.recipes.autoencoder import network
 
-SIZES = (64, 128, 64, 32, 8, 32, 64, 128, 64)
 RATES = (0.3, 1.0, 3.0, 10.0, 30.0)
 DAMPINGS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 BATCH = 200
@@ -34,12 +33,7 @@ def data() -> torch.Tensor:
 
 def build(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(itertools.pairwise(SIZES)):
-        layers.append(nn.Linear(a, b))
-        if i not in (len(SIZES) // 2 - 1, len(SIZES) - 2):  # a linear code, and logits
-            layers.append(nn.Tanh())
-    return nn.Sequential(*layers)
+    return network()
 
 
 def train(x: torch.Tensor, updates: int, seed: int, lr: float | None, kfac: dict | None = None) -> dict:

@@ -10,7 +10,9 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from transformer_study import Block, Task, add_arguments, initialise, study
+from transformer_study import Task, add_arguments, initialise, study
+
+from dkfac.recipes.char_gpt import Block
 
 SIZES = {
     "tiny": {"layers": 2, "width": 64, "heads": 4, "context": 64, "batch": 16, "steps": 500},

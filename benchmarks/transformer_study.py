@@ -3,7 +3,8 @@
 Runs take all steps or a fraction of them, with the schedule shortened: how many steps does an optimizer need for
 AdamW's loss? For each number of steps every optimizer gets the same number of learning rates (``GRIDS``); the best by
 validation loss is run with further seeds. Several runs share the machine, so a step's time is measured apart, one
-optimizer after the other, alone. ``char_gpt.py`` and ``cifar_vit.py`` bring the tasks.
+optimizer after the other, alone. ``char_gpt.py`` and ``cifar_vit.py`` bring the tasks. ``adam-eigen@name`` is
+adam-eigen with options of its own.
 """
 
 import argparse
@@ -32,22 +33,6 @@ GRIDS = {
 
 WARMUP = 0.2
 """Of the steps. All of them do better than with a twentieth, AdamW by most."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, s, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, s, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def initialise(model: nn.Module, layers: int) -> None:
@@ -104,10 +89,11 @@ def optimizers(name: str, model: nn.Module, lr: float, options: dict) -> list[to
 
 
 def attach(config: dict, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> dkfac.KFAC | None:
-    if config["optimizer"] not in ("kfac-adamw", "adam-eigen"):
+    name = config["optimizer"].partition("@")[0]
+    if name not in ("kfac-adamw", "adam-eigen"):
         return None
     given = {"factor_interval": 2, "inverse_interval": 20, "loss_terms": task.terms}
-    if config["optimizer"] == "adam-eigen":
+    if name == "adam-eigen":
         given["curvature"] = "adam-eigen"
     else:
         given |= {"curvature": "kfac", "damping": 1e-2, "damping_mode": "relative"}
@@ -148,6 +134,8 @@ def train(config: dict, make: type[Task], data, device: str) -> dict:
     if "most" in config:
         return {"seconds": seconds, "timed": last - last // 2}
     metrics = {} if kfac is None else kfac.metrics()
+    if kfac is not None and "intervals" in (report := kfac.report()):
+        metrics |= {"intervals": report["intervals"], "refreshed_factors": report["refreshed_factors"]}
     result = {"config": config, "steps": steps, "final": curve[-1]["loss"], "seconds": seconds}
     return result | {"curve": curve, "metrics": metrics}
 
@@ -198,7 +186,7 @@ def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: s
     size = sizes[args.size] | ({"steps": args.steps} if args.steps else {})
     names, options = args.optimizers.split(","), json.loads(args.options)
     base = {name: {"size": size, "optimizer": name, "options": options.get(name, {})} for name in names}
-    grids = GRIDS | json.loads(args.lrs)
+    grids = {n: GRIDS[n.partition("@")[0]] for n in names} | json.loads(args.lrs)
     fractions = [1.0, *(float(f) for f in args.fractions.split(",") if f)]
     shortened = (args.fractions_of or args.optimizers).split(",")
     wanted = [(n, f) for f in fractions for n in names if f == 1 or n in shortened]

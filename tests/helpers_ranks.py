@@ -1,7 +1,12 @@
 """Several ranks for a test: as threads of this process (any number), or as real processes (2 to 4)."""
 
+import atexit
+import contextlib
+import json
 import os
 import pickle
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -70,57 +75,99 @@ def on_processes(world_size, function, *args, timeout=TIMEOUT_SECONDS, debug="OF
         port = probe.getsockname()[1]
     module = Path(sys.modules[function.__module__].__file__)
     with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder) / "call.pkl"
-        call.write_bytes(pickle.dumps((function.__name__, args)))
-        code = (
-            "import helpers_ranks, sys; "
-            f"helpers_ranks._child({str(module.parent)!r}, {module.stem!r}, {str(call)!r}, sys.argv[1])"
-        )
-        environment = os.environ | {
+        (Path(folder) / "call.pkl").write_bytes(pickle.dumps((function.__name__, args)))
+        environment = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(world_size),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISTRIBUTED_DEBUG": debug,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
         }
-        out = [Path(folder) / f"{rank}.pkl" for rank in range(world_size)]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code, str(out[rank])],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            said = [child.communicate(timeout=timeout)[1] for child in children]
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+        _bear_ranks(str(module), folder, world_size, environment, timeout, debug)
+        codes = json.loads((Path(folder) / "codes.json").read_text())
         results = []
-        for rank, child in enumerate(children):
-            if child.returncode == 0:
-                results.append(pickle.loads(out[rank].read_bytes()))
+        for rank, code in enumerate(codes):
+            if code == 0:
+                results.append(pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()))
             else:
-                assert not check, f"rank {rank} ended with {child.returncode}:\n{said[rank][-3000:]}"
-                results.append((child.returncode, said[rank]))
+                said = (Path(folder) / f"{rank}.err").read_text(errors="replace")
+                assert not check, f"rank {rank} ended with {code}:\n{said[-3000:]}"
+                results.append((code, said))
         return results
 
 
-def _child(folder, module, call, out):
-    sys.path.insert(0, folder)
+_NURSERIES = {}
+
+
+def _bear_ranks(module, folder, world_size, environment, timeout, debug):
+    """Have ranks started and wait for them.
+
+    A process that has imported torch, kept for the next test, forks another one, which imports the test's module and
+    forks the ranks: an import takes seconds, and no thread runs yet.
+    """
+    if debug not in _NURSERIES:
+        fixed = {"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        fixed["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+        command = [sys.executable, "-X", "faulthandler", "-W", "error", "-c", "import helpers_ranks as h; h._nurse()"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _NURSERIES[debug] = subprocess.Popen(command, env=os.environ | fixed, text=True, bufsize=1, **pipes)
+        atexit.register(_NURSERIES[debug].kill)
+    nursery = _NURSERIES[debug]
+    nursery.stdin.write(json.dumps([module, folder, world_size, environment]) + "\n")
+    mother = int(nursery.stdout.readline())
+    is_done, _, _ = select.select([nursery.stdout], [], [], timeout)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(mother, signal.SIGKILL)  # and what ranks may have left
+    code = int(nursery.stdout.readline())
+    said = (Path(folder) / "mother.err").read_text(errors="replace")
+    assert is_done, f"the ranks took more than {timeout} s: {said[-3000:]}"
+    assert code == 0, f"no ranks were started: {said[-3000:]}"
+
+
+def _nurse():
+    """Fork a mother of ranks for each line."""
+    import pytest  # noqa: F401 - what the tests' modules import too
+
+    import dkfac  # noqa: F401
+
     torch.set_num_threads(1)
-    name, args = pickle.loads(Path(call).read_bytes())
-    function = getattr(__import__(module), name)
+    while line := sys.stdin.readline():
+        module, folder, world_size, environment = json.loads(line)
+        mother = os.fork()
+        if mother == 0:
+            os.setsid()
+            os.environ |= environment
+            errors = os.open(Path(folder) / "mother.err", os.O_WRONLY | os.O_CREAT)
+            os.dup2(errors, 2)
+            os.dup2(2, 1)
+            _bear(module, folder, world_size)
+            sys.exit(0)
+        print(mother, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(mother, 0)[1]), flush=True)
+
+
+def _bear(module, folder, world_size):
+    sys.path.insert(0, str(Path(module).parent))
+    imported = __import__(Path(module).stem)
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            _child(imported, Path(folder), rank)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (Path(folder) / "codes.json").write_text(json.dumps(codes))
+
+
+def _child(module, folder, rank):
+    """Be one rank, and end as the interpreter would."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    errors = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
+    name, args = pickle.loads((folder / "call.pkl").read_bytes())
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    result = function(rank, *args)
-    Path(out).write_bytes(pickle.dumps(result))
+    result = getattr(module, name)(rank, *args)
+    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
+    sys.exit(0)
 
 
 def average_gradients(model):

@@ -220,6 +220,7 @@ def test_strips_their_products_and_assemble_make_the_sum_over_patches(way, case,
     assert torch.equal(gram_of_strips(x.to(dtype), case, parts).double(), patches.mT @ patches)
 
 
+@pytest.mark.slow  # on a GPU the kernels themselves run
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():

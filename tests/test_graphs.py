@@ -16,6 +16,7 @@ from torch import nn
 
 import dkfac
 from dkfac import graph, replay, run, waiting
+from dkfac.recipes.char_gpt import GPT
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -185,6 +186,33 @@ def test_a_change_of_the_model_is_noticed(acted, change):
     assert_same(ours, theirs, 1e-9)
 
 
+def train_text(**options):
+    torch.manual_seed(0)
+    model = GPT(11, 8, layers=2, width=8, heads=2).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / 15) * max(0.0, 1 - t / 60))
+    options = {"curvature": "adam-eigen", "solver": "warm-eigen", "loss_terms": "token", "announce": False, **options}
+    kfac = dkfac.KFAC(model, optimizer, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(45):
+        x = torch.randint(0, 11, (6, 9), generator=generator).cumsum(1) % 11
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
+        optimizer.step()
+        schedule.step()
+    return [p.detach().clone() for p in model.parameters()], kfac
+
+
+@pytest.mark.parametrize("rhythm", [(4, 20, 20), (1, 10, 1)], ids=str)
+def test_embeddings_and_a_change_of_rhythm_take_the_same_steps(acted, rhythm):
+    factors, inverses, spread = rhythm
+    options = {"factor_interval": factors, "inverse_interval": inverses, "spread_refresh": spread}
+    options |= {"warmup_refresh": (10, 20), "statistics_fraction": 0.25}
+    theirs, ours = train_text(**options), train_text(**options, cuda_graph=True)
+    assert Acted.replays > 60
+    assert_same(ours, theirs, 1e-8)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="for the session in Triton's interpreter")
 def test_interpreted_kernels_find_gradients_where_they_lie(acted, monkeypatch):
     def change(step, model):
@@ -211,6 +239,7 @@ def test_interpreted_kernels_take_adams_steps(acted):
 
 
 @needs_triton
+@pytest.mark.slow  # a minute; each kernel by itself is interpreted in the tests of its file, all of it runs on a GPU
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():
     assert_passes_interpreted(__file__, "interpreted_")

@@ -53,7 +53,8 @@ def covering():
         net = "deep" if world_size < 4 else "tiny"
         for group in distinct(STRATEGIES, world_size, net):
             if world_size < 64 or GRID in group:  # 64 ranks of one plan take as long as all plans on 16
-                yield pytest.param(world_size, group[-1], net, id=f"{world_size}-{'='.join(group)}")
+                marks = pytest.mark.slow if world_size == 64 else []
+                yield pytest.param(world_size, group[-1], net, id=f"{world_size}-{'='.join(group)}", marks=marks)
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "net"), list(covering()))
