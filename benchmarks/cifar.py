@@ -169,11 +169,11 @@ def study(seeds: int) -> list[dict]:
     return [{**defaults, **run, "seed": seed} for seed in range(seeds) for run in runs]
 
 
-def worker(queue, results, data, device: str, run=train) -> None:
+def worker(queue, results, data, device: str) -> None:
     torch.set_num_threads(1)
     while (config := queue.get()) is not None:
         try:
-            results.put(run(config, data, device))
+            results.put(train(config, data, device))
         except Exception as error:
             results.put({"config": config, "error": f"{type(error).__name__}: {error}"})
 

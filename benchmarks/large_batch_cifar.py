@@ -14,10 +14,10 @@ import statistics
 import time
 
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from cifar import accuracy, augment, normalise, read_archive, worker
+from cifar import accuracy, augment, normalise, read_archive
 from environment import write
+from machine import Machine, known_runs
 
 import dkfac
 from dkfac.layers.find import find_layers
@@ -88,43 +88,7 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
     }
 
 
-class Machine:
-    """Processes that train what is asked for, until the time is up."""
-
-    def __init__(self, data, workers: int, seconds: float) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        context = mp.get_context("spawn")
-        self._queue, self._results = context.Queue(), context.Queue()
-        self._end = time.perf_counter() + seconds
-        self._processes = [
-            context.Process(target=worker, args=(self._queue, self._results, data, device, train))
-            for _ in range(workers)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def run(self, configs: list[dict]) -> list[dict]:
-        for config in configs:
-            self._queue.put(config)
-        done: list[dict] = []
-        while len(done) < len(configs) and time.perf_counter() < self._end:
-            try:
-                done.append(self._results.get(timeout=5))
-            except Exception:
-                continue
-            run, c = done[-1], done[-1]["config"]
-            told = (
-                f"{run['validation']:.4f} {run['test']:.4f} {run['seconds']:.0f} s" if "test" in run else run["error"]
-            )
-            print(f"{c['label']:28} batch {c['batch']} lr {c['lr']} seed {c['seed']}: {told}", flush=True)
-        return done
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.terminate()
-
-
-def batches(machine: Machine, sizes: list[int], seeds: int) -> tuple[list[dict], dict]:
+def batches(machine: Machine, sizes: list[int], seeds: int) -> dict:
     grid = []
     for batch in sizes:
         base = {"batch": batch, "epochs": EPOCHS, "seed": 0}
@@ -134,8 +98,9 @@ def batches(machine: Machine, sizes: list[int], seeds: int) -> tuple[list[dict],
             for lr in RATES[batch][1::2]
             for damping in DAMPINGS
         ]
-    done = machine.run(grid)
-    further, best = [], {}
+    if not machine.run(grid):
+        return {}
+    done, further, best = machine.runs, [], {}
     for batch in sizes:
         for label in ("sgd", "kfac"):
             tried = [r for r in done if r["config"]["batch"] == batch and r["config"]["label"] == label and "test" in r]
@@ -146,8 +111,8 @@ def batches(machine: Machine, sizes: list[int], seeds: int) -> tuple[list[dict],
             if label == "kfac":
                 short = chosen | {"epochs": 0.6 * EPOCHS, "label": "kfac 60%"}
                 further += [short | {"seed": seed} for seed in range(seeds)]
-    done += machine.run(further)
-    return done, best
+    machine.run(further)
+    return best
 
 
 def summary(done: list[dict], best: dict) -> dict:
@@ -170,7 +135,7 @@ def summary(done: list[dict], best: dict) -> dict:
     return found
 
 
-def staleness(machine: Machine, seeds: int) -> tuple[list[dict], dict]:
+def staleness(machine: Machine, seeds: int) -> dict:
     """Fixed intervals, at which factors are measured and decomposed alike, against those that follow the factors."""
     base = {"batch": 1024, "epochs": 20, "lr": 0.8}
     own = {"damping": 1e-3, "solver": "cholesky", "warmup_refresh": None}
@@ -179,8 +144,8 @@ def staleness(machine: Machine, seeds: int) -> tuple[list[dict], dict]:
         more = {"staleness": how, "staleness_threshold": threshold, **own}
         kinds[f"{how} {threshold}"] = more if how == "change" else more | {"solver": "eigen"}
     configs = [base | {"label": label, "kfac": kfac, "seed": s} for s in range(seeds) for label, kfac in kinds.items()]
-    done = machine.run(configs)
-    found = {}
+    machine.run(configs)
+    done, found = machine.runs, {}
     for label in kinds:
         runs = [r for r in done if r["config"]["label"] == label and "test" in r]
         if runs:
@@ -189,7 +154,7 @@ def staleness(machine: Machine, seeds: int) -> tuple[list[dict], dict]:
             tests = [r["test"] for r in runs]
             found[label] = {"median": statistics.median(tests), "tests": tests, "refreshes": refreshed}
             print(f"{label:14} {statistics.median(tests):.4f} {[round(t, 4) for t in tests]}, refreshed: {refreshed}")
-    return done, found
+    return found
 
 
 def main() -> None:
@@ -199,20 +164,25 @@ def main() -> None:
     parser.add_argument("--batches", default="256,1024,4096,8192")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=560, help="stop and write what there is after this long")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=560,
+        help="stop and write what there is after this long; called again, it goes on",
+    )
     parser.add_argument("--out", required=True)
     given = parser.parse_args()
     data = {name: t.contiguous().share_memory_() for name, t in read_archive(given.archive).items()}
-    machine = Machine(data, given.workers, given.seconds)
+    machine = Machine(data, train, given.workers, given.seconds, known_runs(given.out))
     try:
         if given.study == "batches":
-            done, best = batches(machine, json.loads(f"[{given.batches}]"), given.seeds)
-            table = summary(done, best)
+            best = batches(machine, json.loads(f"[{given.batches}]"), given.seeds)
+            table = summary(machine.runs, best)
         else:
-            done, table = staleness(machine, given.seeds)
+            table = staleness(machine, given.seeds)
     finally:
         machine.close()
-    write(given.out, {"table": table, "runs": done})
+    write(given.out, {"table": table, "runs": machine.runs})
 
 
 if __name__ == "__main__":

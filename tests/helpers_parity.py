@@ -133,7 +133,8 @@ def train(rank=0, world_size=1, *, net="deep", steps=STEPS, dtype=torch.float64,
     model = build(net, dtype)
     optimizer = torch.optim.SGD(model.parameters(), weight_decay=1e-3, **SGD)
     if adam:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        # Where factors have no rank, bases follow rounding: eps is more than what the gradient has there.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     if net == "language":
         options = {"loss_terms": "token"} | options
     KFAC(model, optimizer, **(EXACT | options))

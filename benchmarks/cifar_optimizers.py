@@ -1,0 +1,258 @@
+"""CIFAR-10, ResNet-32 and ResNet-18, batch 128 and 1,024: epochs and seconds to the accuracy that tuned SGD ends with.
+
+SGD, AdamW, Muon (AdamW for the rest) and K-FAC have ``GRID`` settings each, as many, tried on 5,000 held-out training
+images with seed 0 in three quarters of SGD's epochs. The best of each is then run with three seeds in all of SGD's
+epochs and in fractions of them, the schedule shortened (linear warm-up over a fifth, linear decay), the same data and
+augmentation, label smoothing 0.1. Those runs share the GPU, so what a step takes is measured apart (``--stage times``),
+one optimizer after the other, with the same settings. Called again with the same ``--out`` it goes on where it was.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from cifar import accuracy, augment, normalise, read_archive
+from environment import write
+from machine import Machine, known_runs
+from torch import nn
+
+import dkfac
+from dkfac.recipes.resnet import cifar_resnet, resnet
+
+EPOCHS = 16
+FRACTIONS = {"sgd": (1.0, 0.75), "adamw": (1.0, 0.75), "muon": (1.0, 0.75), "kfac": (1.0, 0.75, 0.625)}
+GRID = {
+    "sgd": {128: [{"lr": lr} for lr in (0.05, 0.1, 0.2, 0.4)], 1024: [{"lr": lr} for lr in (0.4, 0.8, 1.6, 2.4)]},
+    "adamw": {
+        128: [{"lr": lr, "decay": wd} for lr, wd in itertools.product((1e-3, 3e-3), (0.05, 0.2))],
+        1024: [{"lr": lr, "decay": wd} for lr, wd in itertools.product((3e-3, 8e-3), (0.05, 0.2))],
+    },
+    "muon": {
+        128: [{"lr": lr, "decay": wd} for lr, wd in itertools.product((0.02, 0.06), (0.01, 0.05))],
+        1024: [{"lr": lr, "decay": wd} for lr, wd in itertools.product((0.05, 0.15), (0.01, 0.05))],
+    },
+    "kfac": {
+        128: [{"lr": lr, "damping": d} for lr, d in itertools.product((0.1, 0.2), (1e-4, 1e-3))],
+        1024: [{"lr": lr, "damping": d} for lr, d in itertools.product((0.8, 1.6), (1e-4, 1e-3))],
+    },
+}
+FAST = {
+    "factor_interval": 10,
+    "inverse_interval": 100,
+    "statistics_fraction": 0.25,
+    "solver": "cholesky",
+    "tf32": True,
+    "cuda_graph": True,
+    "spread_refresh": 100,
+}
+"""K-FAC's settings besides the damping, in the runs and in the timing."""
+
+
+class FlatMuon:
+    """torch.optim.Muon on convolutions as matrices, which it takes alone, and AdamW for everything else."""
+
+    def __init__(self, model: nn.Module, lr: float, decay: float) -> None:
+        kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+        own = {id(p) for p in kernels}
+        # Views of the weights, which are laid out with channels last.
+        self.pairs = [(p, nn.Parameter(p.detach().permute(0, 2, 3, 1).reshape(len(p), -1))) for p in kernels]
+        assert all(flat.data_ptr() == p.data_ptr() for p, flat in self.pairs), "a copy would not be trained"
+        rest = [p for p in model.parameters() if id(p) not in own]
+        muon = torch.optim.Muon([flat for _, flat in self.pairs], lr=lr, weight_decay=decay)
+        self.each = [muon, torch.optim.AdamW(rest, lr=3e-3, weight_decay=decay)]
+
+    def step(self) -> None:
+        for p, flat in self.pairs:
+            assert p.grad is not None
+            flat.grad = p.grad.permute(0, 2, 3, 1).reshape(len(p), -1)
+        for optimizer in self.each:
+            optimizer.step()
+
+
+def make(config: dict, device: str) -> tuple[nn.Module, list, object, dkfac.KFAC | None]:
+    """Return the model, its optimizers, what steps them, and K-FAC."""
+    depth = config["network"]
+    model = cifar_resnet(32) if depth == 32 else resnet(18, 10, small_images=True)
+    model = model.to(device, memory_format=torch.channels_last)
+    lr, decay, kfac = config["lr"], config.get("decay", 5e-4), None
+    if config["optimizer"] == "muon":
+        both = FlatMuon(model, lr, decay)
+        return model, both.each, both.step, None
+    if config["optimizer"] == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=decay)
+    if config["optimizer"] == "kfac":
+        kfac = dkfac.KFAC(model, optimizer, announce=False, damping=config["damping"], **config["kfac"])
+    return model, [optimizer], optimizer.step, kfac
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
+    """Train by a config; with ``most`` only so many steps, for their time."""
+    torch.manual_seed(config["seed"])
+    generator = torch.Generator(device).manual_seed(config["seed"])
+    data = {name: t.to(device) for name, t in data.items()}
+    order = torch.randperm(len(data["train_y"]), generator=torch.Generator().manual_seed(0))
+    held, used = order[:5000].to(device), order[5000:].to(device)
+    model, optimizers, step, kfac = make(config, device)
+    batch = config["batch"]
+    per_epoch = len(used) // batch
+    total = round(config["epochs"] * per_epoch)
+    warm = max(1, total // 5)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            o, lambda n: (n + 1) / warm if n < warm else max(0.0, (total - n) / (total - warm))
+        )
+        for o in optimizers
+    ]
+    last, mark, curve, begin = config.get("most", total), (0, 0.0), [], time.perf_counter()
+    chunks = iter(())
+    for n in range(last):
+        if n % per_epoch == 0:
+            shuffled = used[torch.randperm(len(used), generator=generator, device=device)]
+            chunks = iter(shuffled.split(batch))
+        if n == last // 3 and "most" in config:
+            wait(device)
+            mark = (n, time.perf_counter() - begin)
+        images, labels = normalise(augment(data["train_x"][(chunk := next(chunks))], generator)), data["train_y"][chunk]
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss.backward()
+        step()
+        for schedule in schedules:
+            schedule.step()
+        if (n + 1) % per_epoch == 0 and "most" not in config:
+            curve.append(accuracy(model, data["train_x"][held], data["train_y"][held]))
+    wait(device)
+    seconds = time.perf_counter() - begin
+    if "most" in config:
+        return {"config": config, "mark": mark, "seconds": seconds}
+    return {
+        "config": config,
+        "steps": total,
+        "validation": accuracy(model, data["train_x"][held], data["train_y"][held]),
+        "test": accuracy(model, data["test_x"], data["test_y"]),
+        "curve": curve,
+        "seconds": seconds,
+        "metrics": {} if kfac is None else kfac.metrics(),
+    }
+
+
+def tuning(network: int, batch: int, optimizer: str) -> list[dict]:
+    base = {"network": network, "batch": batch, "optimizer": optimizer, "epochs": 0.75 * EPOCHS, "seed": 0}
+    base |= {"kfac": FAST} if optimizer == "kfac" else {}
+    return [base | point for point in GRID[optimizer][batch]]
+
+
+def chosen(runs: list[dict], network: int, batch: int, optimizer: str) -> dict | None:
+    """Return the best setting by validation accuracy, if all were tried."""
+    wanted = tuning(network, batch, optimizer)
+    tried = [run for run in runs if run["config"] in wanted and "test" in run]
+    return max(tried, key=lambda r: r["validation"])["config"] if len(tried) == len(wanted) else None
+
+
+def final(best: dict, seeds: int) -> list[dict]:
+    return [
+        best | {"epochs": f * EPOCHS, "seed": s} for f in FRACTIONS[best["optimizer"]] for s in range(seeds)
+    ]  # fmt: skip
+
+
+def times(best: dict[str, dict], data, device: str, rounds: int, steps: int) -> dict[str, dict]:
+    """Return the seconds of the first steps and those of a later one; the median of rounds in which all take turns."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in best}
+    for _ in range(rounds):
+        for name, config in best.items():
+            run = train(config | {"epochs": EPOCHS, "most": steps}, data, device)
+            at, first = run["mark"]
+            found[name].append((first, (run["seconds"] - first) / (steps - at)))
+    return {
+        name: {
+            "first_steps": steps // 3,
+            "first_seconds": statistics.median(first for first, _ in each),
+            "step_ms": 1e3 * statistics.median(later for _, later in each),
+            "rounds_ms": [1e3 * later for _, later in each],
+        }
+        for name, each in found.items()
+    }
+
+
+def table(runs: list[dict], timed: dict[str, dict], cases: list[tuple[int, int]], seeds: int) -> dict:
+    """Return medians of the tests, steps and seconds for each case, optimizer and length."""
+    found: dict[str, dict] = {}
+    for network, batch in cases:
+        for optimizer in GRID:
+            best = chosen(runs, network, batch, optimizer)
+            if best is None:
+                continue
+            for fraction in FRACTIONS[optimizer]:
+                same = [r for r in runs if r["config"] in final(best, seeds) and "test" in r]
+                same = [r for r in same if r["config"]["epochs"] == fraction * EPOCHS]
+                if not same:
+                    continue
+                tests = sorted(r["test"] for r in same)
+                row = {"epochs": fraction * EPOCHS, "steps": same[0]["steps"], "tests": tests}
+                row |= {"median": statistics.median(tests), "lr": best["lr"]}
+                row |= {k: best[k] for k in ("decay", "damping") if k in best}
+                if time := timed.get(f"{network} {batch} {optimizer}"):
+                    later = row["steps"] - time["first_steps"]
+                    row |= {"seconds": time["first_seconds"] + later * time["step_ms"] / 1e3}
+                found[f"resnet{network} batch {batch} {optimizer} x{fraction:g}"] = row
+                print(f"resnet{network} batch {batch} {optimizer:6} x{fraction:<6g} {row['median']:.4f} "
+                      f"({tests[0]:.4f} to {tests[-1]:.4f}) {row.get('seconds', float('nan')):.1f} s")  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archive")
+    parser.add_argument("--cases", default="32/1024,32/128,18/1024,18/128", help="network/batch")
+    parser.add_argument("--stage", choices=("accuracy", "times"), default="accuracy")
+    parser.add_argument("--optimizers", default=",".join(GRID))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=450, help="steps timed: the first third apart")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=550, help="stop after this long; called again, it goes on")
+    parser.add_argument("--out", required=True)
+    given = parser.parse_args()
+    cases = [tuple(map(int, case.split("/"))) for case in given.cases.split(",")]
+    names = given.optimizers.split(",")
+    data = {name: t.contiguous().share_memory_() for name, t in read_archive(given.archive).items()}
+    known, timed = known_runs(given.out), known_times(given.out)
+    if given.stage == "times":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for network, batch in cases:
+            found = {n: chosen(known, network, batch, n) for n in names}
+            best = {f"{network} {batch} {n}": config for n, config in found.items() if config is not None}
+            timed |= times(best, data, device, given.rounds, given.steps)
+            write(given.out, {"table": table(known, timed, cases, given.seeds), "times": timed, "runs": known})
+        return
+    machine = Machine(data, train, given.workers, given.seconds, known)
+    try:
+        if machine.run([c for case in cases for n in names for c in tuning(*case, n)]):
+            found = [chosen(machine.runs, *case, n) for case in cases for n in names]
+            machine.run([c for best in found if best is not None for c in final(best, given.seeds)])
+    finally:
+        machine.close()
+    shown = table(machine.runs, timed, cases, given.seeds)
+    write(given.out, {"table": shown, "times": timed, "runs": machine.runs})
+
+
+def known_times(path: str) -> dict[str, dict]:
+    file = pathlib.Path(path)
+    return json.loads(file.read_text()).get("times", {}) if file.exists() else {}
+
+
+if __name__ == "__main__":
+    main()

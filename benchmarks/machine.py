@@ -1,0 +1,64 @@
+"""Processes that train what is asked for, several at a time on one device, until the time is up.
+
+A study that did not finish goes on where it was: runs in ``known``, as an earlier call wrote them, are not repeated.
+"""
+
+import json
+import pathlib
+import queue
+import time
+
+import torch
+import torch.multiprocessing as mp
+
+
+def work(tasks, results, data, device: str, train) -> None:
+    torch.set_num_threads(1)
+    while (config := tasks.get()) is not None:
+        try:
+            results.put(train(config, data, device))
+        except Exception as error:
+            results.put({"config": config, "error": f"{type(error).__name__}: {error}"})
+
+
+def known_runs(path: str) -> list[dict]:
+    """Return the finished runs of a file that may not be there yet."""
+    file = pathlib.Path(path)
+    return [r for r in json.loads(file.read_text())["runs"] if "error" not in r] if file.exists() else []
+
+
+class Machine:
+    def __init__(self, data, train, workers: int, seconds: float, known: list[dict] = ()) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        context = mp.get_context("spawn")
+        self._tasks, self._results = context.Queue(), context.Queue()
+        self._end = time.perf_counter() + seconds
+        self.runs = list(known)
+        args = (self._tasks, self._results, data, self.device, train)
+        self._processes = [context.Process(target=work, args=args, daemon=True) for _ in range(workers)]
+        for process in self._processes:
+            process.start()
+
+    def run(self, configs: list[dict]) -> bool:
+        """Train what was not trained yet; returns whether all of it is done."""
+        done = [run["config"] for run in self.runs]
+        waiting = [config for config in configs if config not in done]
+        for config in waiting:
+            self._tasks.put(config)
+        while waiting and time.perf_counter() < self._end:
+            try:
+                run = self._results.get(timeout=2)
+            except queue.Empty:
+                if not any(process.is_alive() for process in self._processes):
+                    raise SystemExit("all processes that train have died") from None
+                continue
+            self.runs.append(run)
+            waiting.remove(run["config"])
+            c = {k: v for k, v in run["config"].items() if k != "kfac"}
+            told = run.get("error") or f"{run['validation']:.4f} {run['test']:.4f} {run['seconds']:.0f} s"
+            print(*(f"{k}={v}" for k, v in c.items()), told, flush=True)
+        return not waiting
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
