@@ -3,12 +3,13 @@
 import math
 import random
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers_ranks import on_threads
+from helpers_ranks import on_processes, on_threads
 from helpers_training import (
     LOCK,
     SHARE,
@@ -21,7 +22,7 @@ from helpers_training import (
 )
 from torch import nn
 
-from dkfac import calls, stages
+from dkfac import calls, distributed, stages
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -291,3 +292,24 @@ def test_layers_that_not_every_rank_runs_train_like_one_process(strategy, patter
     assert held.keys() == factors.keys()
     for name, factor in factors.items():
         torch.testing.assert_close(held[name], factor, rtol=1e-10, atol=1e-10)
+
+
+def one_rank_sleeps(rank):
+    dist.destroy_process_group()
+    distributed.init(timeout_seconds=3)
+    model = build()
+    optimizer, _ = attach(model)
+    if rank == 1:
+        time.sleep(10)
+        return 0.0
+    begin = time.monotonic()
+    x, y = batch(0, 2, torch.float64)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="imeout|3000ms"):
+        optimizer.step()
+    return time.monotonic() - begin
+
+
+def test_its_own_groups_wait_as_long_as_the_users():
+    waited, _ = on_processes(2, one_rank_sleeps)
+    assert 2 < waited < 8

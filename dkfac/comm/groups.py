@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import weakref
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,12 +40,22 @@ def ddp_will_synchronise() -> bool:
 
 def only(groups: Groups) -> Any:
     """Return a group of this rank alone. No other rank takes part: with thousands, a group for each would take long."""
-    return dist.new_group([groups.global_rank(groups.rank)], use_local_synchronization=True)
+    own = [groups.global_rank(groups.rank)]
+    return dist.new_group(own, timeout=patience(groups.parent), use_local_synchronization=True)
 
 
 def subgroup(ranks: Iterable[int]) -> Any:
     """Return a group of some ranks of the world; every rank of the world calls this."""
-    return dist.new_group(list(ranks))
+    return dist.new_group(list(ranks), timeout=patience())
+
+
+def patience(parent: Any = None) -> datetime.timedelta | None:
+    """Return how long a group (None: the world) waits for its ranks, which torch does not hand on to new groups."""
+    parent = dist.group.WORLD if parent is None else parent
+    for kind in ("cuda", "cpu"):
+        with contextlib.suppress(Exception):  # no such device, or a backend that does not say
+            return parent._get_backend(torch.device(kind)).options._timeout  # type: ignore[no-any-return]
+    return None
 
 
 def store() -> Any:
@@ -86,13 +98,13 @@ class Groups:
             return self._groups[ranks]
         members = [self._global[rank] for rank in ranks]
         if self.parent is None:
-            self._groups[ranks] = dist.new_group(members)
+            self._groups[ranks] = dist.new_group(members, timeout=patience())
             return self._groups[ranks]
         # Other replicas of the user's own group make theirs at the same time, unknown to us. Such a group is named by
         # its members, and its name cannot be used twice: it is kept for the next K-FAC.
         kept = _KEPT.setdefault(self.parent, {})
         if ranks not in kept:
-            kept[ranks] = dist.new_group(members, use_local_synchronization=True)
+            kept[ranks] = dist.new_group(members, timeout=patience(self.parent), use_local_synchronization=True)
         self._groups[ranks] = kept[ranks]
         return kept[ranks]
 
