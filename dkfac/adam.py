@@ -104,9 +104,25 @@ def directions(
     square_weight.mul_(keep_square).add_(good)
     first = mean / _over(mean_weight, stack)
     second = (square / _over(square_weight, stack)).sqrt_().add_(rule.eps or torch.finfo(raw.dtype).tiny)
+    most = _over(longest(mean_weight, square_weight, rule.betas), stack)
     if not bases:
-        return first.div_(second)
-    return rotate(rotate(first, bases) / second, bases, back=True)
+        return first.div_(second).clamp_(-most, most)
+    return rotate((rotate(first, bases) / second).clamp_(-most, most), bases, back=True)
+
+
+def longest(mean_weight: Tensor, square_weight: Tensor, betas: tuple[float, float]) -> Tensor:
+    """Return the most that an element of Adam's update can be in a basis that stays, and a hundredth more, ``[n]``.
+
+    By Cauchy and Schwarz: the square of a mean of n gradients over the mean of their squares is at most the sum of
+    w1^2 / w2 of their weights. After a change of the basis the squares may be too small for the mean, and it is more.
+    """
+    one, two = betas
+    ratio = one * one / max(two, 1e-12)
+    if ratio >= 1:
+        return torch.full_like(mean_weight, torch.inf)
+    gone, gone_square = (1 - mean_weight * (1 - one)).clamp(0, 1), (1 - square_weight * (1 - two)).clamp(1e-6, 1)
+    total = (1 - gone.square() / gone_square).clamp(min=1e-3) / (1 - ratio)
+    return 1.01 * (total * square_weight).sqrt() / mean_weight.clamp(min=torch.finfo(mean_weight.dtype).tiny)
 
 
 def _over(weight: Tensor, stack: Stack) -> Tensor:

@@ -220,6 +220,7 @@ def _repair(runner: Runner, layer: Layer, key: str) -> None:
     with tf32(False, device), torch.autocast(device.type, enabled=False):
         ((found, rung),) = stages.decompose(layer, state, [key], settings, runner.step).values()
     runner.counters[rung] += 1
+    runner.counters["repaired"] += 1
     results = {} if found is None else {key: found}
     stages.adopt(layer, state, {key: rung}, results, settings, runner.step)
 
@@ -285,9 +286,9 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
         down, across = stack.sizes
         values, weights = stack.moments(states, "moments")
         bare, squares = values[here, :down, :across], {key: rotation.square() for key, rotation in rotations.items()}
-        spread, mean = _turn(stack, gathered.square(), squares), _turn(stack, gathered, rotations).square()
         weight = weights[begin:end].repeat_interleave(blocks)[:, None, None]
-        bare.copy_(stages.around_mean(_turn(stack, bare, squares), spread * weight, mean * weight))
+        mean = _turn(stack, gathered, rotations).square() * weight
+        bare.copy_(stages.carried(bare, mean, lambda values: _turn(stack, values, squares)))
     return good
 
 

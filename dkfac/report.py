@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COUNTERS = (
     "refreshes",
     "late_refreshes",
+    "repaired_factors",
     "fallbacks_float64",
     "fallbacks_cholesky",
     "fallbacks_kept",
@@ -137,6 +138,7 @@ def metrics(
         "abandoned_steps": float(abandoned),
     }
     result["late_refreshes"] = float(counters["late"])
+    result["repaired_factors"] = float(counters["repaired"])
     for rung in ("float64", "cholesky", "kept", "raw"):
         result[f"fallbacks_{rung}"] = float(counters[rung])
     result |= {name: float(value) for name, value in device.items()}

@@ -74,7 +74,7 @@ class Runner:
         self.measuring = self.decomposing = True
         self.delicate: set[str] = set()
         """Layers whose gradients TF32 would spoil."""
-        self.counters: dict[str, int] = dict.fromkeys(("refreshes", "late", *RUNGS), 0)
+        self.counters: dict[str, int] = dict.fromkeys(("refreshes", "late", "repaired", *RUNGS), 0)
         self.device: dict[str, Tensor] = {}
         """Counters and norms that live on the device."""
         self._health = health.Watch()
@@ -125,11 +125,12 @@ class Runner:
         self.states, self.step, self.device = loaded.states, loaded.step, loaded.device
         self._keep_bases()
         self._places.clear()
-        self.counters = dict.fromkeys(("refreshes", "late", *RUNGS), 0) | loaded.counters
+        self.counters = dict.fromkeys(("refreshes", "late", "repaired", *RUNGS), 0) | loaded.counters
         self._flag = None
         self.renewal.forget()
         self.later.forget()
-        self._start_anew(set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded))
+        anew = set(loaded.lacking) if self.exchange is None else self._lacking(self.exchange, loaded)
+        self._start_anew(anew)
         self.publish_bases()
         layers = [layer for layer in self.layers if layer.name in loaded.begun]
         if layers:
@@ -139,7 +140,7 @@ class Runner:
         if self.remote is not None:
             self.remote.forget()
         if self.staleness is not None:
-            self.staleness.load(self, loaded.staleness)
+            self.staleness.load(self, loaded.staleness, anew)
         for layer in self.layers if self.settings.tf32 else ():
             self.note_rounding(layer, stages.may_round(layer, self.states[layer.name], self.settings, self.step))
 
@@ -192,6 +193,8 @@ class Runner:
             for layer in self.layers:
                 self.states[layer.name].follow(layer.weight, layer.dtype)
             self._keep_bases()
+            if self.staleness is not None:
+                self.staleness.follow(self)
             self._stack()  # the model was moved or converted, or its state was loaded
         self._raise_what_failed()
         self._check_placement()
@@ -202,7 +205,7 @@ class Runner:
             self.notices.accumulation(measured.num_passes)
             reduce.see_rows(measured, self.rows_seen)
             if self.exchange is None:
-                self.notices.capture(measured.layers, measured.num_passes)
+                self.notices.capture(measured.called, measured.num_passes)
             with timer.stage("average", device):
                 good_batch = self._average(measured, good, device)
         if self.settings.inverse_lag and device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -174,23 +174,24 @@ def carry_moments(
 ) -> Tensor:
     """Return the sum of second moments in a new basis, None being that of the weights.
 
-    Squared rotations take what is in different directions of the old basis to be independent. That does not hold of
-    what Adam's momentum has gathered, one direction that the old basis may have spread over many: so it is turned as
-    such, and squared rotations are for what is beside it.
+    Squared rotations take what is in different directions of the old basis to be independent.
     """
-    found = rotate_moments(moments.value, old, new)
     if momentum is None:
-        return found
-    mean = momentum.mean()
-    before, after = (mean if basis is None else ops.rotate(mean, basis) for basis in (old, new))
-    weight = moments.weight
-    return around_mean(found, rotate_moments(before.square(), old, new) * weight, after.square() * weight)
+        return rotate_moments(moments.value, old, new)
+    mean = momentum.mean() if new is None else ops.rotate(momentum.mean(), new)
+    return carried(moments.value, mean.square() * moments.weight, lambda values: rotate_moments(values, old, new))
 
 
-def around_mean(turned: Tensor, spread: Tensor, mean: Tensor) -> Tensor:
-    """Return second moments from those turned by squared rotations, in which a mean's square was ``spread`` and is
-    ``mean``; where they have less than the mean's own, as averages of different length may, no less than the lesser."""
-    return torch.maximum(turned - spread + mean, torch.minimum(turned, mean))
+def carried(moments: Tensor, mean: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return Adam's second moments in a new basis; ``mean``: the square of its momentum there; ``turn``: by squares.
+
+    They differ by orders of magnitude: a turn by a degree would give a small one a thousandth of a large one, many
+    times what it was, and its direction no step for long. So a mean of their fourth roots is taken, which a little of
+    another hardly changes. Where momentum has gathered what the old basis had spread over many directions, there is
+    no less than its square, nor than a plain mean.
+    """
+    small = turn(moments.sqrt().sqrt()).square().square()
+    return torch.maximum(small, torch.minimum(turn(moments), mean))
 
 
 def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
-from dkfac import KFAC, Settings, renew, stages
+from dkfac import KFAC, Settings, adam, renew, stages
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -140,6 +140,15 @@ def rotate(v, old, new):
     return left @ v @ right.mT
 
 
+def longest(number, one, two):
+    """The most that |m| / sqrt(v) of so many numbers can be: what numbers in proportion to w1 / w2 have."""
+    ages = range(number)
+    means, squares = ([beta**age / sum(beta**a for a in ages) for age in ages] for beta in (one, two))
+    worst = [w / s for w, s in zip(means, squares, strict=True)]
+    m = sum(w * g for w, g in zip(means, worst, strict=True))
+    return m / sum(s * g * g for s, g in zip(squares, worst, strict=True)) ** 0.5
+
+
 class Oracle:
     """Adam in the eigenbasis for ``LAYERS``, and the wrapped optimizer for what is in none, one layer at a time."""
 
@@ -147,7 +156,7 @@ class Oracle:
         self.model, (kind, settings) = net(), CASES[case]
         self.optimizer = kind(parameters(self.model) if parameters else self.model.parameters(), **settings)
         self.decoupled = kind is AdamW
-        self.m, self.v, self.bases = {}, {}, {}
+        self.m, self.v, self.bases, self.number = {}, {}, {}, {}
 
     def settings(self, p):
         return next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
@@ -163,14 +172,13 @@ class Oracle:
             self.bases[name] = new
 
     def carry(self, name, new):
-        """Bring v to a new basis: m^2 as m is turned, what is beside it by squared rotations."""
+        """Bring v to a new basis: fourth roots by squared rotations, and no less than the mean's own square."""
         old, (value, weight) = self.bases[name], self.v[name]
-        m = self.m[name][0] / self.m[name][1]
-        before, after = (left.mT @ m @ right for left, right in (old, new))
+        left, right = new
+        mean = left.mT @ (self.m[name][0] / self.m[name][1]) @ right
         v = value / weight
-        beside = rotate(v - before**2, old, new)
-        floor = torch.minimum(rotate(v, old, new), after**2)
-        self.v[name] = weight * torch.maximum(beside + after**2, floor), weight
+        floor = torch.minimum(rotate(v, old, new), mean**2)
+        self.v[name] = weight * torch.maximum(rotate(v**0.25, old, new) ** 4, floor), weight
 
     @torch.no_grad()
     def step(self, factors=None):
@@ -191,7 +199,9 @@ class Oracle:
             self.m[name] = ref._running(self.m.get(name), g, group["betas"][0])
             self.v[name] = ref._running(self.v.get(name), (left.mT @ g @ right).square(), group["betas"][1])
             m, v = (value / weight for value, weight in (self.m[name], self.v[name]))
-            u = left @ ((left.mT @ m @ right) / (v.sqrt() + group["eps"])) @ right.mT
+            self.number[name] = self.number.get(name, 0) + 1
+            most = 1.01 * longest(self.number[name], *group["betas"])
+            u = left @ ((left.mT @ m @ right) / (v.sqrt() + group["eps"])).clamp(-most, most) @ right.mT
             ref.set_gradient_blocks(module, u.squeeze(2).T.reshape(-1) if name == "norm" else u)
             for p in module.parameters():
                 own = self.settings(p)
@@ -298,6 +308,46 @@ def test_every_implementation_and_a_rate_as_a_tensor_step_the_same(kind, options
 
 def test_decoupled_weight_decay_of_adam_is_that_of_adamw(identity_bases):
     assert_equals_torch(Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}, steps=5)
+
+
+# An update's length
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.6, 0.9)])
+@pytest.mark.parametrize("number", [1, 2, 7, 60, 3000])
+def test_no_update_of_adam_in_one_basis_is_longer(betas, number):
+    weights = [(torch.ones(1, dtype=torch.float64) * sum(beta**age for age in range(number))) for beta in betas]
+    found = float(adam.longest(*weights, betas))
+    assert found == pytest.approx(1.01 * longest(number, *betas), rel=1e-4)
+    single = float(adam.longest(*(w.float() for w in weights), betas))
+    assert single == pytest.approx(found, rel=2e-3)
+    torch.manual_seed(0)
+    grads = torch.randn(min(number, 60), 500, dtype=torch.float64).abs() ** 3
+    m = v = w1 = w2 = 0
+    for g in grads:
+        m, v, w1, w2 = betas[0] * m + g, betas[1] * v + g * g, betas[0] * w1 + 1, betas[1] * w2 + 1
+    assert float(((m / w1) / (v / w2).sqrt()).max()) <= longest(len(grads), *betas) * (1 + 1e-9)
+
+
+def test_moments_that_a_new_basis_makes_too_small_do_not_make_a_step_too_long():
+    model, optimizer, kfac = start()
+    train(model, optimizer, 0, 4)
+    for state in kfac._runner.states.values():
+        state.moments.value.mul_(1e-8)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 4, 5)
+    moved = max(float((p.detach() - old).abs().max()) for p, old in zip(model.parameters(), before, strict=True))
+    assert moved < 30 * optimizer.param_groups[0]["lr"]
+
+
+def test_a_little_of_a_large_moment_does_not_drown_a_small_one():
+    angle = torch.tensor(0.02, dtype=torch.float64)
+    turn = torch.tensor([[angle.cos(), angle.sin()], [-angle.sin(), angle.cos()]])
+    found = stages.carried(
+        torch.tensor([[1.0], [1e-8]], dtype=torch.float64), torch.zeros(2, 1), lambda x: turn**2 @ x
+    ).flatten()  # fmt: skip
+    assert found[0] == pytest.approx(1.0, rel=2e-3)
+    assert found[1] == pytest.approx(1e-8, rel=0.25)  # a plain mean has 4e-4
 
 
 # Where there is no basis

@@ -6,7 +6,10 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
+from dkfac import KFAC
+from dkfac.ops import decompose
 from dkfac.ops.decompose import Eigen, Inverse, is_orthonormal
 from dkfac.refresh import RUNGS, refresh
 
@@ -194,3 +197,39 @@ def test_when_nothing_works_the_previous_decomposition_stays(solver, first, monk
     found, rung = refresh(factor, old, solver, torch.zeros(2))
     assert found is old
     assert rung == ("raw" if first else "kept")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [12, 60])
+@pytest.mark.parametrize("turned", [False, True], ids=["at rest", "turned"])
+def test_a_warm_step_is_orthonormal_whatever_the_factor_and_however_it_turned(dtype, rank, turned):
+    """Factors of low rank and of ten orders of magnitude; from their own basis, and from any other."""
+    torch.manual_seed(rank)
+    rows = torch.randn(60, 60, dtype=torch.float64) * torch.logspace(0, -5, 60, dtype=torch.float64)
+    factor = (rows[:rank].mT @ rows[:rank])[None].to(dtype)
+    old = decompose.eigen(factor)
+    if turned:
+        old = decompose.Eigen(torch.linalg.qr(torch.randn(1, 60, 60, dtype=dtype)).Q, old.values)
+    found = decompose.warm_step(factor, old)
+    off = found.vectors.mT @ found.vectors - torch.eye(60, dtype=dtype)
+    assert float(off.abs().max()) < (1e-5 if dtype == torch.float32 else 1e-12)
+    order = old.values.argsort(descending=True)
+    exact = torch.linalg.qr(factor.double() @ old.vectors.double()[..., order[0]]).Q
+    overlap = (found.vectors.double() * exact).sum(-2).abs()[0, :9]  # what has more than rounding
+    assert float(overlap.min()) > (0.98 if dtype == torch.float32 else 1 - 1e-6)
+
+
+def test_a_warm_refresh_of_a_small_transformers_factors_is_not_repaired():
+    """Activations behind a GELU have little rank at first, and turn fast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    options = {"solver": "warm-eigen", "factor_interval": 1, "inverse_interval": 4, "factor_decay": 0.8}
+    kfac = KFAC(model, optimizer, announce=False, curvature="adam-eigen", **options)
+    for _ in range(40):
+        x = torch.randn(8, 16)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+        optimizer.step()
+    assert kfac.metrics()["repaired_factors"] == 0
+    assert kfac.metrics()["refreshes"] > 9

@@ -193,7 +193,7 @@ def test_report_has_counters_and_seconds_of_each_stage():
 
 # --- metrics -------------------------------------------------------------------------------------------------
 
-ALWAYS = {"step", "damping", "refreshes", "late_refreshes", "skipped_batches", "abandoned_steps"}
+ALWAYS = {"step", "damping", "refreshes", "late_refreshes", "repaired_factors", "skipped_batches", "abandoned_steps"}
 ALWAYS |= {f"fallbacks_{rung}" for rung in ("float64", "cholesky", "kept", "raw")}
 
 

@@ -51,8 +51,8 @@ def eigen(factor: Tensor) -> Eigen:
 def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:
     """Return an approximate eigendecomposition: one step of subspace iteration from the last basis.
 
-    Cholesky-QR runs twice: once leaves float32 bases wrong by 0.1 without any error. Where even the second
-    result is not orthonormal (low-rank factors), Householder QR takes over.
+    Cholesky-QR runs three times, the first with a shift: of directions that turn fast the images nearly coincide. Where
+    even then the result is not orthonormal, Householder QR takes over.
     """
     if factor.ndim == 2 or old.vectors is None:
         return eigen(factor)
@@ -60,7 +60,7 @@ def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:
     if is_orthonormal(found.vectors):
         return found
     factor = symmetric(factor)
-    basis = torch.linalg.qr(factor @ _largest_first(old)).Q
+    basis = torch.linalg.qr(_image(factor, _largest_first(old))).Q
     return _with_values(factor, basis)
 
 
@@ -69,7 +69,25 @@ def warm_step(factor: Tensor, old: Eigen) -> Eigen:
     if factor.ndim == 2:
         return Eigen(None, factor.clamp(min=0))
     factor = symmetric(factor)
-    return _with_values(factor, _cholesky_qr(_cholesky_qr(factor @ _largest_first(old))))
+    image = _image(factor, _largest_first(old))
+    rough = _cholesky_qr(image, shift=10 * torch.finfo(image.dtype).eps * image.shape[-1])
+    return _with_values(factor, _cholesky_qr(_cholesky_qr(rough)))
+
+
+FLOOR = 200.0
+"""Of the largest eigenvalue, in units of rounding: below it a product is rounding, and directions stay as they were."""
+
+
+def _image(factor: Tensor, basis: Tensor) -> Tensor:
+    """Return the factor, with a floor under its eigenvalues, times a basis, in columns of length one.
+
+    Lengths change nothing in what QR makes of it, but span all orders of magnitude, at which Cholesky fails. Without
+    the floor, where a factor has no rank, columns would be rounding, all of it along the largest directions.
+    """
+    image = factor @ basis
+    largest = image.norm(dim=-2).amax(-1)[..., None, None]
+    image = image.addcmul(basis, largest * (FLOOR * torch.finfo(factor.dtype).eps))
+    return image / image.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(factor.dtype).tiny)
 
 
 def _largest_first(old: Eigen) -> Tensor:
@@ -213,8 +231,13 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
     return diagonal.mean(-1)
 
 
-def _cholesky_qr(image: Tensor) -> Tensor:
+def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
+    """Return columns that are more nearly orthonormal, and orthonormal where they were nearly so.
+
+    ``shift``: for columns of length one that are far from it, at which Cholesky would fail.
+    """
     gram = image.mT @ image
+    gram.diagonal(dim1=-2, dim2=-1).add_(shift)
     lower, _ = torch.linalg.cholesky_ex(gram)
     solved: Tensor = torch.linalg.solve_triangular(lower.mT, image, upper=True, left=False)
     return solved
