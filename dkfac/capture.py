@@ -154,7 +154,7 @@ class LayerHook:
         if not probe.measuring:
             return None
         if not torch.compiler.is_compiling() and probe.tape is not None:
-            if torch._C._are_functorch_transforms_active() or self.name in probe.tape.idle:
+            if torch._C._are_functorch_transforms_active():
                 return None
             if torch._C._current_graph_task_id() != -1:
                 probe.tape.enter()

@@ -7,6 +7,7 @@ K-FAC that has not taken a step, on any number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,6 +174,8 @@ def load(saved: dict[str, Any], layers: dict[str, Layer], holds: Callable[[str],
     begun = {name: _load_begun(found[name]["begun"], layers[name], states[name]) for name in names}
     schedules = {name: float(value) for name, value in saved.get("begun_schedules", {}).items()}
     staleness = saved.get("staleness")
+    if staleness is not None:
+        _check_staleness(staleness, layers)
     return Loaded(states, int(saved["step"]), counters, device, lacking, begun, begun_at, schedules, staleness)
 
 
@@ -244,6 +247,39 @@ def _load_decomposition(saved: Any, layer: Layer, factor: FactorSpec) -> Decompo
             return None
         case other:
             raise ValueError(f"factor {factor.key} of layer {layer.name!r} has a decomposition of form {other!r}")
+
+
+def _check_staleness(saved: Any, layers: dict[str, Layer]) -> None:
+    """Refuse intervals that cannot be gone on from, before anything is replaced."""
+    for part, kind in {"layers": dict, "num_refreshes": int}.items():
+        value = saved.get(part) if isinstance(saved, dict) else saved
+        if not isinstance(value, kind):
+            raise ValueError(f"{part!r} of the K-FAC state's 'staleness' is {_what(value)}, not {kind.__name__}")
+    for name, layer in layers.items():
+        entries = saved["layers"].get(name, {})
+        for factor in layer.spec.factors:
+            entry = entries.get(factor.key, {}) if isinstance(entries, dict) else entries
+            if not isinstance(entry, dict):
+                raise TypeError(f"the 'staleness' of layer {name!r} holds {_what(entry)} where a dict belongs")
+            if entry:
+                _check_statistic(entry, layer, factor)
+
+
+def _check_statistic(entry: dict[str, Any], layer: Layer, factor: FactorSpec) -> None:
+    where = f"the 'staleness' of factor {factor.key} of layer {layer.name!r}"
+    shapes = dict.fromkeys(("pool", "last", "before"), factor.shape)
+    shapes |= {f"{key}_noise": () for key in shapes}
+    wanted = {"numbers": (4,)} | (shapes if set(shapes) & set(entry) else {})  # tensors only where it is judged
+    for key, shape in wanted.items():
+        if key not in entry:
+            raise ValueError(f"{where} has no {key!r}")
+        if not isinstance(entry[key], Tensor):
+            raise TypeError(f"{where} has {_what(entry[key])} where the tensor {key!r} belongs")
+        if tuple(entry[key].shape) != shape:
+            raise ValueError(f"{where} has {key!r} of shape {list(entry[key].shape)}, not {list(shape)}")
+    interval, previous, due, rows = numbers = entry["numbers"].tolist()
+    if not all(map(math.isfinite, numbers)) or min(interval, previous) < 1 or min(due, rows) < 0:
+        raise ValueError(f"{where} has the numbers {numbers}: intervals are at least 1, step and rows at least 0")
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:

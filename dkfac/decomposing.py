@@ -80,8 +80,9 @@ def _decompose_changed(runner: Runner, staleness: Staleness) -> None:
         conclude.end_warmup(runner, runner.exchange)
         changes = runner.exchange.sum_vector("changes", changes)
         conclude.look_at_calls(runner)
+    told = changes.tolist()
     means = shares.agree_on_means(runner)
-    ready = frozenset(name for name in ready if name[0] in means)
+    ready = frozenset(name for name in staleness.without_lost(ready, told) if name[0] in means)
     names = {name for name, _ in ready}
     layers = [layer for layer in runner.layers if layer.name in names]
     for layer in layers:
@@ -91,8 +92,9 @@ def _decompose_changed(runner: Runner, staleness: Staleness) -> None:
         found = _decompose_now(runner, layers) if layers else {}
     finally:
         runner.refreshing = None
-    staleness.conclude(runner, ready, changes.tolist(), found)
-    runner.count_refresh()
+    staleness.conclude(runner, ready, told, found)
+    if layers:
+        runner.count_refresh()
 
 
 def _decompose_now(runner: Runner, due: list[Layer]) -> shares.Found:

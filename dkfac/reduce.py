@@ -53,7 +53,8 @@ class Look:
 
     factors: Factors
     noise: dict[tuple[str, str], Tensor]
-    """The square of how far a batch factor is expected to be from that of endless batches."""
+    """The square of how far a batch factor is expected to be from that of endless batches; NaN where the factor did not
+    survive the wire."""
     rows: dict[str, float]
 
 
@@ -182,8 +183,10 @@ class Reduced:
         for i, (name, key) in enumerate(_names(runner)):
             by = 1 / self.rows[runner.index[name]].clamp(min=1) if is_input(key) else scale
             noise[name, key] = self._spreads[i] * by**2
-        told, terms = self.rows.tolist(), float(self.terms)
-        rows = {layer.name: terms if layer.is_norm else told[i] for i, layer in enumerate(runner.layers)}
+            if name in self.absorb:
+                noise[name, key] = noise[name, key].where(self.absorb[name].to(by.device), torch.nan)
+        told, calls, terms = self.rows.tolist(), self.calls.tolist(), float(self.terms)
+        rows = {la.name: terms * (calls[i] > 0) if la.is_norm else told[i] for i, la in enumerate(runner.layers)}
         return Look(self.batch, noise, rows)
 
     def _scale(self, runner: Runner, exchange: Exchange) -> Tensor:
@@ -223,7 +226,8 @@ def _header(
     values: list[Tensor | float] = [measured.terms, (~good).to(torch.float64), float(error is not None)]
     values.append(float(measured.num_passes))
     values += [0.0 if s is None else s.rows for s in found]
-    values += [0.0 if s is None else float(s.calls) for s in found]
+    called = [float(layer.name in measured.called) for layer in runner.layers]
+    values += [here if s is None else float(s.calls) for here, s in zip(called, found, strict=True)]
     values += [0.0 if s is None else float(s.called_again) for s in found]
     if runner.plan.adaptive:
         values += [_spread_square(measured, name, key) for name, key in _names(runner)]

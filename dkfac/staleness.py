@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,27 +39,44 @@ class Statistic:
     interval: int = 1
     previous: int = 1
     due: int = 0
-    """From this step on it is measured, until there are rows enough."""
+    """From this step on it is looked for."""
     rows: float = 0.0
-    """Measured since then."""
+    """Measured since the last refresh; there may be too few for the next."""
     pool: Tensor | None = None
-    """The sum of batch factors times their rows, since then."""
+    """The sum of batch factors times their rows, since then; on the rank that judges."""
     noise: Tensor | None = None
-    """The sum of their noise times the squares of their rows."""
+    """The sum of their noise times the squares of their rows; NaN if one of them did not survive the wire."""
     seen: list[Seen] = field(default_factory=list)
     """What the last two refreshes found, the last one first; on the rank that judges."""
 
     def look(self) -> Seen | None:
-        """Return the batch factor of all rows since it is due."""
+        """Return the batch factor of all rows since the last refresh."""
         if self.pool is None or self.noise is None:
             return None
         return Seen(self.pool / self.rows, self.noise / self.rows**2)
+
+    def is_due(self, step: int, most: int) -> bool:
+        """Whether it is looked for at a step: at each, but where its layer has not been called for long, only after an
+        eighth of that time again, or about ``most`` steps: to look makes ranks wait for each other."""
+        missing = step - self.due
+        every = 1 << max(0, min(missing.bit_length() - 4, most.bit_length() - 1))
+        return missing >= 0 and missing % every == 0
+
+    def empty(self) -> None:
+        """Forget what was gathered."""
+        self.rows, self.pool, self.noise = 0.0, None, None
+
+    def follow(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move to where the model was moved, as the layer's state does."""
+        if self.pool is not None and self.noise is not None:
+            self.pool, self.noise = self.pool.to(device, dtype), self.noise.to(device)
+        self.seen = [Seen(seen.value.to(device, dtype), seen.noise.to(device)) for seen in self.seen]
 
 
 def next_interval(interval: int, previous: int, *, like_last: bool, like_both: bool, most: int) -> int:
     """Return the steps until a statistic's next refresh, from whether it is what it was at the last two."""
     if not like_last:
-        return max(1, interval // 2)
+        return max(1, min(most, interval // 2))
     return min(most, interval + previous if like_both else interval)
 
 
@@ -94,15 +111,19 @@ class Staleness:
         """Of statistics."""
 
     def due(self, step: int) -> frozenset[Name]:
-        return frozenset(name for name, statistic in self.statistics.items() if step >= statistic.due)
+        most = self._settings.max_interval
+        return frozenset(name for name, statistic in self.statistics.items() if statistic.is_due(step, most))
 
     def gather(self, runner: Runner, due: Iterable[Name], look: Look) -> None:
         """Add a step's batch factors to what has been seen of the statistics that are due."""
         for name in due:
             statistic, rows = self.statistics[name], look.rows[name[0]]
+            if rows == 0:
+                continue
             statistic.rows += rows
+            statistic.due = runner.step + 1
             factor = look.factors.get(name[0], {}).get(name[1])
-            if rows == 0 or factor is None or not _judges(runner, name):
+            if factor is None or not _judges(runner, name):
                 continue
             pool, noise = factor * rows, look.noise[name].to(factor.device, torch.float64) * rows**2
             statistic.pool = pool if statistic.pool is None else statistic.pool.add_(pool)
@@ -118,15 +139,25 @@ class Staleness:
 
     def changes(self, runner: Runner, ready: frozenset[Name]) -> list[Tensor | float]:
         """Return how each statistic differs from the last refresh and from the one before; 0 where another rank
-        judges, infinite where there is nothing to compare with."""
+        judges, infinite where there is nothing to compare with, NaN where something was lost on the wire."""
         found: list[Tensor | float] = []
         for name in self._names:
+            statistic = self.statistics[name]
             if name not in ready or not _judges(runner, name):
                 found += [0.0, 0.0]
                 continue
-            seen = self.statistics[name].seen
-            found += [self._change(runner, name, seen[i]) if i < len(seen) else math.inf for i in (0, 1)]
+            seen, noise = statistic.seen, statistic.noise
+            lost = 0.0 if noise is None else torch.where(noise.isnan(), torch.nan, 0.0)
+            found += [lost + (self._change(runner, name, seen[i]) if i < len(seen) else math.inf) for i in (0, 1)]
         return found
+
+    def without_lost(self, ready: frozenset[Name], changes: list[float]) -> frozenset[Name]:
+        """Return the statistics that can be judged. Of one that lost something on the wire, which its judge alone has
+        seen, every rank forgets what was gathered, and it is gathered anew."""
+        lost = {name for name, last in zip(self._names, changes[::2], strict=True) if math.isnan(last)}
+        for name in lost:
+            self.statistics[name].empty()
+        return ready - lost
 
     def _change(self, runner: Runner, name: Name, old: Seen) -> Tensor | float:
         layer, state = runner.by_name[name[0]], runner.states[name[0]]
@@ -158,7 +189,7 @@ class Staleness:
             self.num_refreshes += 1
             if _judges(runner, name):
                 self._keep(runner.by_name[name[0]], name[1], statistic, found)
-            statistic.rows, statistic.pool, statistic.noise = 0.0, None, None
+            statistic.empty()
 
     def _keep(self, layer: Layer, key: str, statistic: Statistic, found: Found) -> None:
         look = statistic.look()
@@ -176,6 +207,12 @@ class Staleness:
             found.setdefault(layer, {})[key] = statistic.interval
         return found
 
+    def follow(self, runner: Runner) -> None:
+        """Move to where the layers' weights are, and to the dtypes of their factors."""
+        for (name, _), statistic in self.statistics.items():
+            layer = runner.by_name[name]
+            statistic.follow(layer.weight.device, layer.dtype)
+
     def num_bytes(self) -> int:
         """Return what is kept to compare with."""
         tensors = [seen.value for s in self.statistics.values() for seen in s.seen]
@@ -191,23 +228,46 @@ class Staleness:
             if _judges(runner, name):
                 entry |= _save_tensors(statistic, layer, layer.spec.factor(name[1]).shape)
             layers.setdefault(name[0], {})[name[1]] = entry
-        return {"layers": layers, "num_refreshes": self.num_refreshes}
+        return {"mode": self._settings.staleness, "layers": layers, "num_refreshes": self.num_refreshes}
 
-    def load(self, runner: Runner, saved: dict[str, Any] | None) -> None:
-        """Take up what was saved; without it, all statistics are due and their intervals begin anew."""
+    def load(self, runner: Runner, saved: dict[str, Any] | None, anew: Container[str]) -> None:
+        """Take up what was saved, but for layers that are measured ``anew``: there, and without it, all statistics are
+        due and their intervals begin anew. A collective call."""
         self.statistics = {name: Statistic(due=runner.step) for name in self._names}
         self.history.clear()
         self.num_refreshes = 0 if saved is None else int(saved["num_refreshes"])
-        for name in self._names if saved is not None else ():
-            assert saved is not None
-            entry = saved["layers"].get(name[0], {}).get(name[1])
-            if entry is None:
+        found = {} if saved is None else saved["layers"]
+        entries = [{} if name in anew else found.get(name, {}).get(key, {}) for name, key in self._names]
+        for name, entry, held in zip(self._names, entries, self._held(runner, entries), strict=True):
+            if held == 0:
                 continue
-            interval, previous, due, rows = entry["numbers"].tolist()
-            statistic = self.statistics[name] = Statistic(int(interval), int(previous), int(due), rows)
+            statistic = self.statistics[name] = self._load_numbers(runner, name, entry["numbers"])
             self.history.append((runner.step, *name, statistic.interval))
-            if _judges(runner, name) and "pool" in entry:
+            if held == 1:  # what was gathered is not there
+                statistic.rows = 0.0
+            elif _judges(runner, name):
                 _load_tensors(statistic, entry, runner.by_name[name[0]])
+                if saved is not None and saved.get("mode") != self._settings.staleness:
+                    statistic.seen = []  # bases where batch factors are compared, or the other way round
+
+    def _held(self, runner: Runner, entries: list[dict[str, Any]]) -> list[float]:
+        """Return what the ranks have of each statistic: nothing, its numbers, or also what its judge goes by."""
+        mine = [
+            1.0 + (not _judges(runner, name) or "pool" in entry) if entry else 0.0
+            for name, entry in zip(self._names, entries, strict=True)
+        ]
+        told = [mine] if runner.exchange is None else runner.exchange.gather_numbers(mine)
+        return [min(numbers) for numbers in zip(*told, strict=True)]
+
+    def _load_numbers(self, runner: Runner, name: Name, numbers: Tensor) -> Statistic:
+        """Return a statistic that waits no longer than it may now, and not at all for a first decomposition."""
+        most = self._settings.max_interval
+        interval, previous, due, rows = numbers.tolist()
+        if interval > most:
+            due = max(runner.step, due - (interval - most))
+        if name[1] not in runner.states[name[0]].decomposed:
+            due = min(due, runner.step)
+        return Statistic(min(most, int(interval)), min(most, int(previous)), int(due), rows)
 
 
 def _judges(runner: Runner, name: Name) -> bool:

@@ -57,7 +57,7 @@ class Tape:
         self.due: frozenset[tuple[str, str]] | None = None
         """Factors that are measured, and with their noise, if each has an interval of its own."""
         self.idle: frozenset[str] = frozenset()
-        """Layers of which none is."""
+        """Layers of which none is: their calls only count the pass and its terms."""
         self.overlap: Overlap | None = None
         self.defer_errors = False
         """Keep an error of the capture for the step, where other ranks are told of it."""
@@ -166,7 +166,7 @@ class Tape:
         return self.window.filled and self._no_gradients()
 
     def _no_gradients(self) -> bool:
-        return all(layer.weight.grad is None for layer in self.layers if layer.name in self.window.layers)
+        return all(layer.weight.grad is None for layer in self.layers if layer.name in self.window.called)
 
     def outside(self) -> None:
         """Note a forward outside any backward pass. A pass that has not ended by then died of an exception."""
@@ -224,9 +224,12 @@ class Tape:
                 self.begin_pass(float(terms))
             if g.numel() == 0:
                 return
+            name = layer.spec.name
+            self.window.called.add(name)
+            if name in self.idle:
+                return
             number = _here(self.terms_of_pass(terms), g)
             weight = 1.0 if not exact and self.settings.accumulate == "terms" else number * number
-            name = layer.spec.name
             sums = self.window.layers.get(name)
             if sums is None:
                 sums = self.window.layers[name] = Sums()
@@ -297,7 +300,8 @@ class Tape:
         self.timer.weights["capture"] = 1 if self._num_windows < TIMED else TIMED * timed
         if self.overlap is not None:
             self.overlap.end()
-        return Measured({} if window.is_spoilt else window.layers, window.terms, window.num_passes, unit)
+        layers, called = ({}, set[str]()) if window.is_spoilt else (window.layers, window.called)
+        return Measured(layers, window.terms, window.num_passes, unit, called)
 
     def unit(self) -> Tensor | float:
         """Return what sums of gradients' products are multiplied by to be sums over terms."""

@@ -50,6 +50,8 @@ class Measured:
     num_passes: int
     unit: Tensor | float
     """What sums of gradients are multiplied by to be sums over terms."""
+    called: set[str]
+    """Layers that ran, also those of which nothing was due."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Window:
     """Everything measured since the last step."""
 
     layers: dict[str, Sums] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
     num_passes: int = 0
     terms: Tensor | float = 0.0
     scaler_epoch: object = None

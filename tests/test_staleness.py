@@ -28,6 +28,7 @@ EACH = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
         (5, 3, False, True, 2),
         (50, 34, True, True, 60),
         (80, 50, True, False, 60),
+        (200, 150, False, False, 60),
     ],
 )
 def test_the_rule(interval, previous, last, both, expected):
