@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,14 +58,21 @@ def init(backend: str | None = None, *, timeout_seconds: float | None = None) ->
     return Place(rank, world_size, device)
 
 
+def is_step_of_slurm() -> bool:
+    """Whether srun has started this process as one of several. A batch script itself is none of them."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+
+
 def _read_slurm() -> None:
     """Take rank and address from srun's environment, where torchrun has not set them and there are several tasks."""
-    number = int(os.environ.get("SLURM_NTASKS", "1"))
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or number < 2:
+    if "RANK" in os.environ or not is_step_of_slurm():
         return
-    host = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ.get("SLURMD_NODENAME", "localhost")
-    said = {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": str(number), "MASTER_ADDR": host}
-    said["MASTER_PORT"] = str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
+    # The first of "gpu[03-07,12],other": there task 0 runs.
+    found = re.match(r"([^,\[]+)(?:\[(\w+))?", os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    job, step = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+    said = {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"]}
+    said["MASTER_ADDR"] = "".join(part or "" for part in found.groups()) if found else "localhost"
+    said["MASTER_PORT"] = str(20000 + (job + 101 * step) % 10000)  # below those that systems hand out
     for name, value in said.items():
         os.environ.setdefault(name, value)
 
@@ -84,6 +93,21 @@ def gather(numbers: list[float], device: torch.device) -> list[list[float]]:
     return [t.tolist() for t in found]
 
 
+def from_first(text: str, place: Place) -> str:
+    """Return what rank 0 says."""
+    if place.world_size == 1:
+        return text
+    found = [text]
+    dist.broadcast_object_list(found, src=0, device=place.device)
+    return found[0]
+
+
+def broadcast(tensors: Iterable[torch.Tensor], place: Place) -> None:
+    """Give all ranks rank 0's values."""
+    for tensor in tensors if place.world_size > 1 else ():
+        dist.broadcast(tensor, src=0)
+
+
 def backends() -> list[str]:
     """Return what torch was built with."""
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
@@ -97,6 +121,7 @@ def launch(num_processes: int, module: str, arguments: list[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for a last step, a test and a checkpoint
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=f"dkfac-{os.getpid()}", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.5, start_method="spawn",

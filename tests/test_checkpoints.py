@@ -97,6 +97,7 @@ from dkfac.recipes import checkpoints
 folder = Path(sys.argv[1])
 for step in range(2, 10**6):
     checkpoints.write(folder, step, "common", {"weights": torch.full((200_000,), float(step)), "step": step})
+    checkpoints.write(folder, step, "rank-0", {})
     checkpoints.finish(folder, step, {"recipe": "r", "world_size": 1})
     if step == 2:
         print("ready", flush=True)

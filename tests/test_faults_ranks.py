@@ -305,7 +305,7 @@ def one_rank_sleeps(rank):
     begin = time.monotonic()
     x, y = batch(0, 2, torch.float64)
     F.cross_entropy(model(x), y).backward()
-    with pytest.raises(RuntimeError, match="imeout|3000ms"):
+    with pytest.raises(RuntimeError, match=r"imeout|3000ms"):
         optimizer.step()
     return time.monotonic() - begin
 

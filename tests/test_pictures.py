@@ -220,6 +220,6 @@ def test_resnets_for_small_pictures():
 def test_pictures_come_as_bytes_from_memory():
     buffer = io.BytesIO()
     Image.new("RGB", (100, 80), (9, 200, 30)).save(buffer, "png")
-    pictures = Pictures(torch.tensor([0]), ("a",), sources=(buffer.getvalue(),), size=24)
+    pictures = Pictures(torch.tensor([0]), ("a",), sources=(readers.Member("a.png", buffer.getvalue()),), size=24)
     found, _ = pictures.get(torch.tensor([0]), seed=None)
     assert found[0, :, 5, 5].tolist() == [9, 200, 30]

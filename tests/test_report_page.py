@@ -385,7 +385,7 @@ def test_what_is_wrong_is_said_with_where_and_what_to_do(runs, tmp_path):
     metrics.write_text(f'{whole}{{"kind": "st\n{whole}')
     said = refused(folder)
     assert f"{metrics} is cut short or damaged at line {len(whole.splitlines()) + 1}" in said
-    assert "--resume" in said
+    assert said.endswith("delete that line")
     metrics.write_text("")
     assert f"{metrics} has nothing logged yet" in refused(folder)
     metrics.write_text(whole)
@@ -395,11 +395,31 @@ def test_what_is_wrong_is_said_with_where_and_what_to_do(runs, tmp_path):
             assert str(folder / "timeline.json") in refused(folder), wrong
     (folder / "timeline.json").unlink()
     (folder / "summary.json").write_text("{")
-    assert f"{folder / 'summary.json'} is not JSON" in refused(folder)
+    said = refused(folder)
+    assert f"{folder / 'summary.json'} is not JSON" in said
+    assert said.endswith("delete it")
+    (folder / "settings.json").write_text("{")
+    said = refused(folder)
+    assert said.startswith(f"{folder / 'settings.json'} is not JSON")
+    assert said.endswith(f"mend it, or leave {folder} out"), "no resume writes it anew"
     with pytest.raises(ValueError, match=r"metrics.jsonl: the page is HTML; give a name that ends in .html"):
         command(folder, "-o", metrics)
     with pytest.raises(ValueError, match="there is no folder"):
         command(folder, "-o", tmp_path / "no" / "page.html")
+
+
+def test_a_run_that_cannot_be_shown_is_left_out_of_a_folder_of_runs_and_named(runs, tmp_path, capsys):
+    metrics = runs / "kfac" / "metrics.jsonl"
+    metrics.write_text("")
+    assert command(runs, "-o", tmp_path / "page.html") == 0
+    said = capsys.readouterr()
+    assert ": 1 run," in said.out
+    assert said.err.startswith(f"dkfac report: left out: {metrics} has nothing logged yet")
+    with pytest.raises(ValueError, match="nothing logged yet"):
+        command(runs, runs / "kfac", "-o", tmp_path / "none.html")
+    (runs / "sgd" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="nothing logged yet"):
+        command(runs, "-o", tmp_path / "none.html")
 
 
 def test_a_run_under_way_or_stopped_is_shown_and_said(runs):
@@ -412,6 +432,10 @@ def test_a_run_under_way_or_stopped_is_shown_and_said(runs):
     assert "kfac has no summary.json yet" in words
     write_lines(folder, [*lines[:5], {"kind": "end", "step": 5, "reason": "SIGTERM"}])
     assert "kfac was stopped at step 5 of 40 (SIGTERM)" in Reader(page([runs])[0]).words[None]
+    settings = json.loads((folder / "settings.json").read_text())
+    del settings["num_steps"]
+    (folder / "settings.json").write_text(json.dumps(settings))
+    assert "kfac was stopped at step 5 (SIGTERM)" in Reader(page([runs])[0]).words[None]
 
 
 def test_a_real_run_is_read(tmp_path):

@@ -8,7 +8,7 @@ import os
 import platform
 from typing import Any
 
-from dkfac.cli.plan import _numbers, read_batch, read_cluster
+from dkfac.cli.plan import _numbers, check_counts, read_batch, read_cluster, read_model, unseen
 
 PACKAGES = {
     "triton": "kernels on a GPU",
@@ -41,6 +41,7 @@ def add_to(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     import torch
 
+    check_counts(given)
     if given.cluster is None:
         given.cluster = "h200" if torch.cuda.is_available() else "cpu-2-cores"
     print(machine() if given.model is None else examine(given))
@@ -70,33 +71,27 @@ def machine() -> str:
 def examine(given: argparse.Namespace) -> str:
     """Return the table of a model's layers, memory per rank and, with the input's shape, the expected step."""
     from dkfac import report
-    from dkfac.layers.find import find_layers, unwrap
-    from dkfac.measure.model import build, shapes_of
+    from dkfac.measure.model import shapes_of
     from dkfac.plan.make import Choices
     from dkfac.plan.models import work_of
     from dkfac.plan.search import search
     from dkfac.settings import Settings
     from dkfac.state import LayerState
 
-    if ":" not in given.model:
-        raise ValueError(f"{given.model!r} is not package.module:function, as in my_train:build_model")
-    if given.ranks < 1 or given.factor_interval < 1 or given.inverse_interval % given.factor_interval:
-        raise ValueError("--ranks and the intervals are 1 or more, --inverse-interval a multiple of --factor-interval")
-    model, settings = build(given.model), Settings(solver=given.solver)
-    layers, left = find_layers(unwrap(model), settings, None, meta=True)
-    if not layers:
-        raise ValueError(f"{given.model}: no layer that K-FAC can precondition")
+    cluster, settings = read_cluster(given), Settings(solver=given.solver)
+    shape = None if given.input is None else _numbers(given.input)
+    model, layers, left = read_model(given.model, settings)
     lines = [report.table(layers, left, {la.name: LayerState(1, {"": None}) for la in layers})]  # type: ignore[dict-item]
     choices = Choices(
         solver=given.solver, factor_interval=given.factor_interval, inverse_interval=given.inverse_interval
     )
-    cluster = read_cluster(given)
-    if given.input is None:
+    if shape is None:
         total = sum(report.state_bytes(layer, settings) for layer in layers)
         lines.append(f"K-FAC's own memory: about {total / 1e6:.1f} MB on one rank")
         lines.append("for the expected step say --input, the shape of a batch, as in 128,3,224,224")
         return "\n".join(lines)
-    shapes = shapes_of(model, _numbers(given.input), settings, tokens=given.tokens)
+    shapes = shapes_of(model, shape, settings, tokens=given.tokens)
+    lines += unseen(layers, shapes)
     work = work_of(shapes, read_batch(given), cluster.costs)
     best = search([shape.spec for shape in shapes], given.ranks, cluster, work, choices)[0]
     own = sum(work.forward.values()) + sum(work.backward.values())

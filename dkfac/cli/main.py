@@ -15,17 +15,21 @@ from dkfac.cli import compare, doctor, measure, plan, report, run, simulate, tra
 class Parser(argparse.ArgumentParser):
     """Refuses what it does not know, with what may have been meant."""
 
+    words: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()[0] if message.startswith("unrec") else ""
-        known = [option for action in self._every_action() for option in action.option_strings]
+        known = [option for action in self._known_actions() for option in action.option_strings]
         near = difflib.get_close_matches(unknown.partition("=")[0], known, 1) if unknown.startswith("--") else []
         super().error(f"{message}; did you mean {near[0]}?" if near else message)
 
-    def _every_action(self) -> list[argparse.Action]:
+    def _known_actions(self) -> list[argparse.Action]:
+        """Return those of the command that was given."""
         found = list(self._actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found += [inner for parser in action.choices.values() for inner in parser._actions]
+                given = [name for name in self.words if name in action.choices][:1]
+                found += [inner for name in given for inner in action.choices[name]._actions]
         return found
 
 
@@ -41,14 +45,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_to(commands)
     simulate.add_to(commands)
     doctor.add_to(commands)
+    parser.words = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     try:
         status: int | Callable[[], int] = given.run(given)
+        if not isinstance(status, int) and given.command != "run":  # a script's own errors are its own
+            status = status()
+    except BrokenPipeError:  # whoever read what was printed has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"dkfac {given.command}: {error}", file=sys.stderr)
         return 2
-    return status if isinstance(status, int) else status()  # a script's own errors are its own
+    except KeyboardInterrupt:
+        print(f"dkfac {given.command}: interrupted", file=sys.stderr)
+        return 130
+    return status if isinstance(status, int) else status()
 
 
 if __name__ == "__main__":

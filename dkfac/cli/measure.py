@@ -28,6 +28,7 @@ def run(given: argparse.Namespace) -> int:
     import torch
 
     from dkfac import distributed
+    from dkfac.measure.compute import DIMS
     from dkfac.measure.machine import measure
 
     name = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,6 +36,11 @@ def run(given: argparse.Namespace) -> int:
         raise ValueError(f"--device {name}: {'there is no CUDA device here' if name == 'cuda' else 'cpu or cuda'}")
     if given.ranks_per_host is not None and given.ranks_per_host < 1:
         raise ValueError(f"--ranks-per-host {given.ranks_per_host} is not a number of ranks, 1 or more")
+    least = DIMS[name][1]  # a curve needs two sizes
+    if given.largest is not None and given.largest < least:
+        raise ValueError(f"--largest {given.largest} leaves too little to measure: {least} or more")
+    if given.out.is_dir():
+        raise ValueError(f"-o {given.out} is a folder: name a file in it")
     if not given.out.parent.is_dir():
         raise ValueError(f"-o {given.out}: there is no folder {given.out.parent}")
     begin, place = time.perf_counter(), distributed.init("gloo" if name == "cpu" else None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +14,7 @@ from dkfac.plan.models import MODELS, Shape, work_of
 from dkfac.plan.preset import PRESETS, load
 from dkfac.plan.search import Found, search
 from dkfac.plan.timeline import Timeline
-from dkfac.settings import Solver, WireDtype
+from dkfac.settings import Settings, Solver, WireDtype
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -58,9 +60,10 @@ def add_to(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    check_counts(given)
+    if given.top < 1:
+        raise ValueError(f"--top {given.top} is not a number of strategies to show, 1 or more")
     cluster, shapes, batch = read_cluster(given), read_shapes(given), read_batch(given)
-    if given.ranks < 1 or given.factor_interval < 1 or given.inverse_interval % max(1, given.factor_interval):
-        raise ValueError("--ranks and the intervals are 1 or more, --inverse-interval a multiple of --factor-interval")
     choices = Choices(
         solver=given.solver, factor_interval=given.factor_interval, inverse_interval=given.inverse_interval
     )
@@ -89,6 +92,13 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
+def check_counts(given: argparse.Namespace) -> None:
+    if min(given.ranks, given.factor_interval, given.inverse_interval) < 1 or (
+        given.inverse_interval % given.factor_interval
+    ):
+        raise ValueError("--ranks and the intervals are 1 or more, --inverse-interval a multiple of --factor-interval")
+
+
 def write_step(given: argparse.Namespace, title: str, timeline: Timeline) -> None:
     """Write a step as a trace and as a picture, where that is asked for."""
     if given.trace is not None:
@@ -113,10 +123,38 @@ def read_shapes(given: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"no model {given.model!r}: one of {', '.join(MODELS)}, or package.module:function")
     if given.input is None:
         raise ValueError(f"{given.model} needs --input, the shape of a batch, as in 128,3,224,224")
-    from dkfac.measure.model import build, shapes_of
-    from dkfac.settings import Settings
+    from dkfac.measure.model import shapes_of
 
-    return shapes_of(build(given.model), _numbers(given.input), Settings(), tokens=given.tokens)
+    shape, settings = _numbers(given.input), Settings()
+    model, layers, _ = read_model(given.model, settings)
+    shapes = shapes_of(model, shape, settings, tokens=given.tokens)
+    for line in unseen(layers, shapes):
+        print(f"dkfac {given.command}: {line}", file=sys.stderr)
+    return shapes
+
+
+def read_model(where: str, settings: Settings) -> tuple[Any, list[Any], list[Any]]:
+    """Return a user's model without memory, the layers that K-FAC preconditions, and the rest. Refuses one without."""
+    from dkfac.attach import check_layers
+    from dkfac.layers.find import find_layers, unwrap
+    from dkfac.measure.model import build
+
+    model = build(where)
+    try:
+        layers, left = find_layers(unwrap(model), settings, None, meta=True)
+        check_layers(layers, left, ())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    return model, layers, left
+
+
+def unseen(layers: Iterable[Any], shapes: Iterable[Shape]) -> list[str]:
+    """Return a line on the layers that a forward did not call, if there are any."""
+    seen = {shape.spec.name for shape in shapes}
+    names = [layer.name for layer in layers if layer.name not in seen]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    what = "not called in a forward, so left out of memory and times"
+    return [f"{what}: {', '.join(names[:5])}{more}"] if names else []
 
 
 def read_batch(given: argparse.Namespace) -> int:
@@ -128,9 +166,12 @@ def read_batch(given: argparse.Namespace) -> int:
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--input {text!r} is not a shape as in 128,3,224,224") from None
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ValueError(f"--input {text!r} is not a shape as in 128,3,224,224")
+    return numbers
 
 
 def num_bytes(text: str) -> int:
@@ -138,9 +179,12 @@ def num_bytes(text: str) -> int:
     digits = text.rstrip("kKmMgGtTbB")
     unit = text[len(digits) :].upper()
     try:
-        return int(float(digits) * UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"])
-    except (KeyError, ValueError):
-        raise ValueError(f"--memory {text!r} is not an amount as in 40GB or 800MB") from None
+        amount = int(float(digits) * UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"])
+    except (KeyError, ValueError, OverflowError):
+        amount = 0
+    if amount < 1:
+        raise ValueError(f"--memory {text!r} is not an amount as in 40GB or 800MB")
+    return amount
 
 
 def table(found: list[Found], given: argparse.Namespace, cluster: Cluster, batch: int) -> str:

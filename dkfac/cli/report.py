@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def run(given: argparse.Namespace) -> int:
         raise ValueError(f"-o {given.out}: there is no folder {given.out.parent}; make it first")
     from dkfac.report_page.page import page
 
-    text, number = page(given.runs)
+    text, number = page(given.runs, lambda line: print(f"dkfac report: {line}", file=sys.stderr))
     given.out.write_text(text, encoding="utf-8")
     print(
         f"wrote {given.out}: {number} run{'s' * (number > 1)}, {len(text.encode()) / 1e3:,.0f} kB; open it in a browser"

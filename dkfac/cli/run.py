@@ -7,9 +7,10 @@ import ast
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 
@@ -59,8 +60,8 @@ def _run(given: argparse.Namespace, options: dict[str, Any]) -> int:
     return 3
 
 
-def read_options(given: argparse.Namespace) -> dict[str, Any]:
-    """Return K-FAC's settings, checked before the script starts."""
+def read_options(given: argparse.Namespace, others: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return K-FAC's settings, checked, together with ``others`` that they are added to, before the script starts."""
     from dkfac.settings import Settings
 
     options: dict[str, Any] = {}
@@ -79,5 +80,5 @@ def read_options(given: argparse.Namespace) -> dict[str, Any]:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"--set {unknown[0]}: K-FAC has no such setting; it has {', '.join(sorted(known))}")
-    Settings(**options)
+    Settings(**{**others, **options})
     return options

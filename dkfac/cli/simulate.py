@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from dkfac.cli.plan import read_batch, read_cluster, read_shapes, write_step
+from dkfac.cli.plan import check_counts, read_batch, read_cluster, read_shapes, write_step
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import MODELS, work_of
 from dkfac.plan.search import predict
@@ -37,8 +37,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    if given.ranks < 1 or given.factor_interval < 1 or given.inverse_interval % max(1, given.factor_interval):
-        raise ValueError("--ranks and the intervals are 1 or more, --inverse-interval a multiple of --factor-interval")
+    check_counts(given)
     cluster, shapes = read_cluster(given), read_shapes(given)
     work = work_of(shapes, read_batch(given), cluster.costs)
     choices = Choices(

@@ -81,41 +81,65 @@ def list_recipes(given: argparse.Namespace) -> int:
 
 def run(given: argparse.Namespace) -> Callable[[], int] | int:
     """Return what trains, everything checked that can be before a process starts."""
+    from dkfac.distributed import from_first
+
+    at = None
     if given.resume is not None:
+        if given.out is not None:
+            raise ValueError("--resume goes on in the run's own folder: leave --out out")
+        if given.resume.parent.name == "checkpoints":
+            at, given.resume = given.resume.name, given.resume.parent.parent
         given.out = given.resume
         recall(given)
-    job = read_job(given, kfac=not given.no_kfac, folder=given.out or default_folder(given.recipe))
+    job = read_job(given, kfac=not given.no_kfac, folder=given.out or default_folder(given.recipe), at=at)
     if starts_ranks(given):
         arguments = [*sys.argv[1:]] if given.out else [*sys.argv[1:], "--out", str(job.folder)]
-        return start(given.nproc, arguments, f"go on with --resume {job.folder}")
-    return lambda: train_here([job])
+        return start(given.nproc, arguments, f"go on with dkfac train {given.recipe} --resume {job.folder}")
+
+    def train_job(place: Any, say: Callable[[str], None]) -> int:
+        own = replace(job, folder=Path(from_first(str(job.folder), place)))
+        reason = train_one(own, place, say)
+        if reason != "done" and given.nproc == 1:  # else the process that started this one says so
+            say(f"go on with dkfac train {given.recipe} --resume {own.folder}")
+        return STATUS[reason]
+
+    return lambda: as_rank(train_job)
 
 
 def recall(given: argparse.Namespace) -> None:
     """Take over what a run was begun with, where nothing else is said now."""
     folder = given.resume
-    if not (folder / "metrics.jsonl").is_file() or not (folder / "settings.json").is_file():
-        raise ValueError(f"--resume {folder}: that is not a run folder, it has no metrics.jsonl and settings.json")
+    file = folder / "settings.json"
+    if not file.is_file():
+        raise ValueError(f"--resume {folder}: that is not a run folder, it has no settings.json")
     try:
-        saved = json.loads((folder / "settings.json").read_text())
-        hyper, options = saved["hyper"], saved["options"]
+        saved = json.loads(file.read_text())
+        hyper, options, more = saved["hyper"], saved["options"], dict(saved.get("more", {}))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'settings.json'} cannot be read ({error}): begin a new run") from None
+        raise ValueError(f"{file} cannot be read ({error}): put it right, or begin a new run") from None
     for name in HYPER:
         if getattr(given, name) is None and name in hyper:
             setattr(given, name, hyper[name])
+        elif name in ("batch", "seed") and getattr(given, name) != hyper.get(name):
+            raise ValueError(
+                f"--{name} {getattr(given, name)}: the run in {folder} was begun with {hyper.get(name)}, and what it "
+                f"has seen of the data is counted so; leave it out"
+            )
+    if given.no_kfac and options is not None:
+        raise ValueError(f"--no-kfac: the run in {folder} was begun with K-FAC; begin another one without")
+    given.no_kfac = options is None
     given.data = given.data or saved.get("data")
     said = {text.partition("=")[0] for text in given.more}
-    given.more += [f"{name}={value!r}" for name, value in saved.get("more", {}).items() if name not in said]
+    given.more += [f"{name}={value!r}" for name, value in more.items() if name not in said]
     said = {text.partition("=")[0] for text in given.set}
-    given.no_kfac = given.no_kfac or options is None
     given.set += [f"{name}={value!r}" for name, value in (options or {}).items() if name not in said]
 
 
 def starts_ranks(given: argparse.Namespace) -> bool:
     """Whether this process is to start others, and is not one of them."""
-    started_by_slurm = "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return given.nproc > 1 and "RANK" not in os.environ and not started_by_slurm
+    from dkfac import distributed
+
+    return given.nproc > 1 and "RANK" not in os.environ and not distributed.is_step_of_slurm()
 
 
 def start(num_processes: int, arguments: list[str], again: str) -> Callable[[], int]:
@@ -124,7 +148,9 @@ def start(num_processes: int, arguments: list[str], again: str) -> Callable[[], 
 
     def launched() -> int:
         status = distributed.launch(num_processes, "dkfac", arguments)
-        if status not in (0, 2, *STATUS.values()):
+        if status in STATUS.values() and status:
+            print(f"dkfac: stopped; {again}", file=sys.stderr)
+        elif status not in (0, 2):
             print(f"dkfac: a process ended with status {status}, and the others with it; {again}", file=sys.stderr)
         return status
 
@@ -135,12 +161,20 @@ def default_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def read_job(given: argparse.Namespace, *, kfac: bool, folder: Path) -> Any:
+def read_job(given: argparse.Namespace, *, kfac: bool, folder: Path, at: str | None = None) -> Any:
     """Return the job that the options describe."""
     from dkfac.recipes.every import find
     from dkfac.recipes.training import Job
 
     recipe = find(given.recipe)
+    for name, least in (("steps", 1), ("save_every", 0)):
+        if getattr(given, name) is not None and getattr(given, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: it is {least} or more")
+    unused = [name for name in recipe.unused if getattr(given, name) not in (None, getattr(recipe.hyper, name))]
+    if unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')}: {recipe.name} has no use for it; leave it out")
+    if given.set and not kfac and not hasattr(given, "script"):
+        raise ValueError(f"--set {given.set[0]}: settings are K-FAC's, and there is --no-kfac")
     said: dict[str, Any] = {name: getattr(given, name) for name in HYPER if getattr(given, name) is not None}
     more = dict(recipe.hyper.more)
     for text in given.more:
@@ -158,45 +192,37 @@ def read_job(given: argparse.Namespace, *, kfac: bool, folder: Path) -> Any:
     if hyper.batch % given.nproc:
         raise ValueError(f"batch={hyper.batch} cannot be shared equally by {given.nproc} ranks: choose a multiple")
     given.strategy = given.damping = None
-    options = read_options(given) if kfac else None
-    if options is not None:
-        from dkfac.settings import Settings
-
-        Settings(**{**recipe.settings(hyper), **options})
+    options = read_options(given, recipe.settings(hyper)) if kfac else None
     return Job(
         recipe=recipe, hyper=hyper, kfac=options, folder=folder, data=given.data, max_steps=given.steps,
-        save_every=given.save_every, resume=getattr(given, "resume", None) is not None, tensorboard=given.tensorboard,
-        command=shlex.join(["dkfac", *sys.argv[1:]]),
+        save_every=given.save_every, resume=getattr(given, "resume", None) is not None, resume_at=at,
+        tensorboard=given.tensorboard, command=shlex.join(["dkfac", *sys.argv[1:]]),
     )  # fmt: skip
 
 
-def train_here(jobs: list[Any]) -> int:
-    """Train as the one process, or as one of the ranks that were started."""
+def as_rank(work: Callable[[Any, Callable[[str], None]], int]) -> int:
+    """Do work as the one process, or as one of the ranks that were started; what goes wrong is said in one line.
+
+    ``work`` is given this rank's place and what says a line, on rank 0; it returns the exit status.
+    """
     import torch
 
     from dkfac import distributed
     from dkfac.cli.progress import Progress
-    from dkfac.measure.beside import OneStep
-    from dkfac.recipes.training import train
 
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     place = distributed.init()
     progress = Progress(sys.stderr) if place.rank == 0 else None
     try:
-        for job in jobs:
-            if progress is not None:
-                what = "K-FAC" if job.kfac is not None else job.recipe.first_order
-                progress.say(f"{job.recipe.name}, {what}, into {job.folder}")
-            say = (lambda line: None) if progress is None else progress.say
-            one = (job.hyper.micro_batch or job.hyper.batch) * place.world_size >= job.hyper.batch
-            reason = train(job, place, say, OneStep(job.folder)) if one else train(job, place, say)
-            if reason != "done":
-                return STATUS[reason]
-    except ValueError as error:
+        return work(place, (lambda line: None) if progress is None else progress.say)
+    except (ValueError, OSError) as error:
         if place.rank == 0:
             print(f"dkfac: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"dkfac: rank {place.rank}: interrupted", file=sys.stderr)
+        return 130
     except RuntimeError as error:
         print(f"dkfac: rank {place.rank}: {error}", file=sys.stderr)
         return 1
@@ -204,4 +230,13 @@ def train_here(jobs: list[Any]) -> int:
         if progress is not None:
             progress.close()
         distributed.end()
-    return 0
+
+
+def train_one(job: Any, place: Any, say: Callable[[str], None]) -> str:
+    """Train a job, with a timeline of one step; returns ``"done"``, or the name of a signal."""
+    from dkfac.measure.beside import OneStep
+    from dkfac.recipes.training import train
+
+    say(f"{job.recipe.name}, {'K-FAC' if job.kfac is not None else job.recipe.first_order}, into {job.folder}")
+    one = (job.hyper.micro_batch or job.hyper.batch) * place.world_size >= job.hyper.batch
+    return train(job, place, say, OneStep(job.folder)) if one else train(job, place, say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -16,13 +17,21 @@ OWNED = 0.5
 """Share of an optimizer's parameters that a module must own to be its model."""
 
 
+class Refused(SystemExit):
+    """K-FAC cannot be added to this script; its code says why. No script takes it for an error of its own."""
+
+
 class Watch:
     """Notes the optimizers and gradient scalers that a script builds; at the first forward that trains what one of them
-    steps, attaches K-FAC to both."""
+    steps, attaches K-FAC to both. ``tries``: closes it again at once, to learn early whether it can be attached."""
 
-    def __init__(self, options: dict[str, Any], target: str | None) -> None:
-        self.options, self.target = options, target
+    def __init__(
+        self, options: dict[str, Any], target: str | None, *, command: str = "dkfac run", tries: bool = False
+    ) -> None:
+        self.options, self.target, self.command, self.tries = options, target, command, tries
         self.attached: KFAC | None = None
+        self.optimizer: str | None = None
+        """Which one K-FAC is for, by its class."""
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._scalers: list[ref[Any]] = []
         self._undo: list[Callable[[], None]] = []
@@ -61,7 +70,7 @@ class Watch:
         return [o for o in alive if o is not None]
 
     def _look(self, module: nn.Module) -> None:
-        if self.attached is not None or not module.training or not torch.is_grad_enabled():
+        if self.optimizer is not None or not module.training or not torch.is_grad_enabled():
             return
         owned = [o for o in self.optimizers() if _share(o, module) >= OWNED]
         if not owned:
@@ -70,25 +79,37 @@ class Watch:
         if chosen is None:
             return
         self.__exit__()
+        self.optimizer = type(chosen).__name__
+        self._attach(module, chosen)
+
+    def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         alive = [scaler for found in self._scalers if (scaler := found()) is not None and scaler.is_enabled()]
-        self.attached = KFAC(module, chosen, grad_scaler=alive[-1] if alive else None, **self.options)
+        scaler = alive[-1] if alive else None
+        try:
+            if self.tries:
+                with warnings.catch_warnings(action="ignore"):  # they come when it is attached to stay
+                    KFAC(module, optimizer, grad_scaler=scaler, **{**self.options, "announce": False}).close()
+            else:
+                self.attached = KFAC(module, optimizer, grad_scaler=scaler, **self.options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise Refused(f"{self.command}: K-FAC cannot be attached: {error}") from None
 
     def _choose(self, owned: list[torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer to attach to; None: not this module's."""
         every = self.optimizers()
         if self.target is None:
             if len(every) > 1:
-                raise SystemExit(self._explain(every))
+                raise Refused(self._explain(every))
             return every[0]
         wanted = [o for i, o in enumerate(every, 1) if self.target in (str(i), type(o).__name__)]
         if len(wanted) > 1:
-            raise SystemExit(self._explain(every))
+            raise Refused(self._explain(every))
         if wanted:
             return wanted[0] if wanted[0] in owned else None
         return owned[0] if self.target == type(_inner(module)).__name__ else None
 
     def _explain(self, every: list[torch.optim.Optimizer]) -> str:
-        lines = [f"dkfac run: the script has {len(every)} optimizers; say which one K-FAC is for:"]
+        lines = [f"{self.command}: the script has {len(every)} optimizers; say which one K-FAC is for:"]
         for number, optimizer in enumerate(every, 1):
             count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
             lines.append(f"  --target {number}  {type(optimizer).__name__} of {count:,} parameters")
@@ -96,7 +117,7 @@ class Watch:
 
     def last_word(self) -> str | None:
         """Return why K-FAC was not attached, if it was not."""
-        if self.attached is not None:
+        if self.optimizer is not None:
             return None
         if not self._optimizers:
             return "the script built no torch.optim optimizer, so there was nothing to add K-FAC to"

@@ -42,7 +42,8 @@ class OneStep:
         found = recorder.timelines()
         if found:
             body = [_as_json("measured, refresh", found[-1]), _as_json(*_simulated(kfac, found[-1]))]
-            (self._folder / "timeline.json").write_text(json.dumps(body))
+            with contextlib.suppress(OSError):  # the run's log says that its folder cannot be written
+                (self._folder / "timeline.json").write_text(json.dumps(body))
 
 
 def _is_example(kfac: KFAC, step: int) -> bool:

@@ -87,7 +87,8 @@ def _image(factor: Tensor, basis: Tensor) -> Tensor:
     image = factor @ basis
     largest = image.norm(dim=-2).amax(-1)[..., None, None]
     image = image.addcmul(basis, largest * (FLOOR * torch.finfo(factor.dtype).eps))
-    return image / image.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(factor.dtype).tiny)
+    lengths: Tensor = image.norm(dim=-2, keepdim=True)
+    return image / lengths.clamp(min=torch.finfo(factor.dtype).tiny)
 
 
 def _largest_first(old: Eigen) -> Tensor:

@@ -57,4 +57,5 @@ RECIPE = Recipe(
     build=build,
     begin=begin,
     loss=loss,
+    unused=("size", "label_smoothing"),
 )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.recipes.recipe import Examples, Hyper, Plain, Recipe, Session
+from dkfac.recipes.recipe import Examples, Hyper, Plain, Recipe, Session, whole
 from dkfac.recipes.tensors import Text
 
 LIMIT = 4_000_000
-"""Characters."""
+"""Characters of many files."""
+SUFFIXES = (".py", ".txt", ".md")
 
 
 class Block(nn.Module):
@@ -53,24 +56,27 @@ class GPT(nn.Module):
         return found
 
 
+def adapt(hyper: Hyper, given: Mapping[str, Any]) -> Hyper:
+    """Refuse figures that make no GPT."""
+    _, _, heads, width = (whole(hyper, name) for name in ("layers", "context", "heads", "width"))
+    if width % heads:
+        raise ValueError(f"--more heads={heads}: a width of {width} cannot be shared equally by them; choose a divisor")
+    return hyper
+
+
 def load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
-    """Read text files; every twentieth is held out, or of one file the last twentieth."""
+    """Read text files and hold some of it out."""
     place = Path(path) if path is not None else Path(os.__file__).parent
     if not place.exists():
         raise ValueError(f"no text at {place}: give --data a text file or a folder of them")
-    files = [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.suffix in (".py", ".txt", ".md"))
-    texts = [file.read_text(errors="ignore") for file in files[:400]]
-    if len(texts) == 1:
-        cut = len(texts[0]) * 19 // 20
-        train, held = texts[0][:cut], texts[0][cut:]
-    else:
-        train = "".join(t for i, t in enumerate(texts) if i % 20 != 19)[:LIMIT]
-        held = "".join(t for i, t in enumerate(texts) if i % 20 == 19)[: LIMIT // 20]
+    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _is_wanted(file, place))
+    if not files:
+        raise ValueError(f"{place} has no {', '.join(SUFFIXES)} files: give --data a text file or a folder of them")
     context = int(hyper.more["context"])
+    train, held = split([read_text(file) for file in files[:400]], context)
     if min(len(train), len(held)) <= context:
-        raise ValueError(
-            f"{place} has {len(train)} characters to train on, {len(held)} to test: more than {context} each"
-        )
+        found = f"{len(train)} characters to train on and {len(held)} to test"
+        raise ValueError(f"{place} has {found}, not more than {context} of each: give more text, or --more context=")
     kinds = sorted({c if ord(c) < 128 else "?" for c in train + held} | {"?"})
     number = {c: i for i, c in enumerate(kinds)}
 
@@ -78,6 +84,34 @@ def load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
         return torch.tensor([number.get(c, number["?"]) for c in text])
 
     return Text(numbers(train), context, len(kinds)), Text(numbers(held), context, len(kinds))
+
+
+def _is_wanted(file: Path, folder: Path) -> bool:
+    """Whether it has the name of a text, and neither it nor a folder on the way is hidden."""
+    is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.suffix in SUFFIXES and not is_hidden and file.is_file()
+
+
+def read_text(file: Path) -> str:
+    """Return a file's text. Single bytes that are not UTF-8 are left out; a file of them is no text."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error}): see to it, or leave it out") from error
+    text = content.decode(errors="ignore")
+    if b"\0" in content or len(text.encode()) < 0.9 * len(content):
+        raise ValueError(f"{file} is not text in UTF-8: unpack what is compressed, convert what is in another encoding")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def split(texts: list[str], context: int) -> tuple[str, str]:
+    """Return what is trained on and what is held out: every twentieth text, or of few texts the last twentieth."""
+    held = "".join(texts[19::20])
+    if len(held) > context:
+        return "".join(text for i, text in enumerate(texts) if i % 20 != 19)[:LIMIT], held[: LIMIT // 20]
+    joined = "".join(texts)
+    cut = len(joined) * 19 // 20
+    return joined[:cut], joined[cut:]
 
 
 def build(examples: Examples, hyper: Hyper) -> nn.Module:
@@ -108,9 +142,11 @@ RECIPE = Recipe(
         more={"layers": 4, "width": 128, "heads": 4, "context": 128},
     ),
     kfac={"loss_terms": "token", "factor_interval": 2, "inverse_interval": 20},
+    adapt=adapt,
     load=load,
     build=build,
     begin=begin,
     loss=loss,
     first_order="AdamW",
+    unused=("size", "label_smoothing"),
 )

@@ -26,7 +26,10 @@ def write(folder: Path, step: int, name: str, state: dict[str, Any]) -> None:
     place = part(folder, step)
     place.mkdir(parents=True, exist_ok=True)
     with open(place / f"{name}.pt", "wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # so it tells of a full disk
+            raise OSError(f"{place / name}.pt: {error}") from error
         file.flush()
         os.fsync(file.fileno())
 
@@ -42,8 +45,10 @@ def finish(folder: Path, step: int, about: dict[str, Any]) -> Path:
     os.replace(place, final)
     _sync(folder)
     _replace(folder / "latest", final.name)
-    for old in sorted(folder.glob("step-*"))[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+    others = [other for other in sorted(folder.glob("step-*")) if other != final]
+    later = [other for other in others if other.name > final.name]  # of a run that went on from before them
+    for other in [*later, *others[: len(others) - len(later) - KEPT + 1]]:
+        shutil.rmtree(other, ignore_errors=True)
     for rest in folder.glob(".step-*.part"):
         shutil.rmtree(rest, ignore_errors=True)
     return final
@@ -67,7 +72,7 @@ def newest(folder: Path, said: list[str]) -> Path | None:
 def _candidates(folder: Path) -> Iterator[Path]:
     """Yield the one pointed at, then the others from the newest on."""
     pointer = folder / "latest"
-    first = folder / pointer.read_text().strip() if pointer.is_file() else None
+    first = folder / pointer.read_text(errors="replace").strip() if pointer.is_file() else None
     if first is not None and first.parent == folder:
         yield first
     yield from (place for place in sorted(folder.glob("step-*"), reverse=True) if place != first)
@@ -86,6 +91,10 @@ def fault(place: Path) -> str | None:
         return f"it has version {version!r}, this dkfac reads {VERSION}"
     if seal != _seal(body):
         return "its manifest is damaged"
+    wanted = ["common.pt", *(f"rank-{rank}.pt" for rank in range(body.get("world_size", 0)))]
+    lacking = [name for name in wanted if name not in body["files"]]
+    if lacking:
+        return f"{lacking[0]} was not written to it"
     for name, told in body["files"].items():
         path = place / name
         if path.parent != place or not path.is_file():

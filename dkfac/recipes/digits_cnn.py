@@ -45,4 +45,5 @@ RECIPE = Recipe(
     begin=begin,
     loss=F.cross_entropy,
     judge=hits,
+    unused=("size", "label_smoothing"),
 )

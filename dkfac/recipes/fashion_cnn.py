@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dkfac
 from dkfac.recipes.loading import normalised
+from dkfac.recipes.pictures_resnet import num_classes
 from dkfac.recipes.readers import read
 from dkfac.recipes.recipe import Examples, Hyper, Plain, Recipe, Session, hits
 from dkfac.recipes.techniques import crop_and_flip
@@ -19,22 +20,36 @@ DEBIAN = "/usr/share/datasets/fashion-mnist"
 
 
 def load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
-    if path is not None or Path(DEBIAN).exists():
-        return read(path or DEBIAN)
-    raise ValueError(
-        "fashion-cnn has no data: install Debian's package dataset-fashion-mnist, or give --data the folder with "
-        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte (or .gz)"
-    )
+    if path is None and not Path(DEBIAN).exists():
+        raise ValueError(
+            "fashion-cnn has no data: install Debian's package dataset-fashion-mnist, or give --data the folder with "
+            "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte (or .gz)"
+        )
+    train, test = (pictures.sized(hyper.size) for pictures in read(path or DEBIAN))
+    shapes = [shape_of(pictures) for pictures in (train, test)]
+    if shapes[0] != shapes[1] or min(shapes[0][1:]) < 4:
+        sides = " and ".join(f"{height} x {width}" for _, height, width in shapes)
+        what = f"{path or DEBIAN}: training and test pictures are of {sides} pixels"
+        raise ValueError(f"{what}, fashion-cnn wants one size of 4 x 4 or more: say --size, as in --size 28")
+    return train, test
+
+
+def shape_of(examples: Examples) -> torch.Size:
+    """Return channels, height and width."""
+    return examples.get(torch.zeros(1, dtype=torch.int64), seed=None)[0].shape[1:]
 
 
 def build(examples: Examples, hyper: Hyper) -> nn.Module:
+    channels, height, width = shape_of(examples)
+
     def stage(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
         both = (inputs, outputs), (outputs, outputs)
         layers = [m for a, b in both for m in (nn.Conv2d(a, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())]
         return *layers, nn.MaxPool2d(2)
 
-    return nn.Sequential(*stage(1, 32), *stage(32, 64), nn.Flatten(), nn.Linear(64 * 49, 128), nn.ReLU(),
-                         nn.Linear(128, 10))  # fmt: skip
+    inner = 64 * (height // 4) * (width // 4)
+    return nn.Sequential(*stage(channels, 32), *stage(32, 64), nn.Flatten(), nn.Linear(inner, 128), nn.ReLU(),
+                         nn.Linear(128, num_classes(examples)))  # fmt: skip
 
 
 def begin(model: nn.Module, examples: Examples, hyper: Hyper, place: dkfac.distributed.Place) -> Session:
@@ -48,7 +63,7 @@ def begin(model: nn.Module, examples: Examples, hyper: Hyper, place: dkfac.distr
 RECIPE = Recipe(
     name="fashion-cnn",
     about="Fashion-MNIST, a CNN of 0.5 million parameters",
-    data="Debian's dataset-fashion-mnist, or a folder with the four idx files",
+    data="Debian's dataset-fashion-mnist, a folder with the four idx files, or train/ and test/ folders of pictures",
     hyper=Hyper(lr=0.1, batch=128, epochs=10),
     kfac={},
     load=load,
@@ -56,4 +71,5 @@ RECIPE = Recipe(
     begin=begin,
     loss=F.cross_entropy,
     judge=hits,
+    unused=("label_smoothing",),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
 import math
 import os
 import platform
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,83 +25,108 @@ LARGEST = 1024
 
 
 class Log:
-    """Appends to a run's folder, on rank 0; on the others it does nothing."""
+    """Appends to a run's folder, on rank 0; on the others it does nothing. What cannot be written is said once."""
 
-    def __init__(
-        self,
-        folder: Path,
-        about: dict[str, Any],
-        place: dkfac.distributed.Place,
-        *,
-        tensorboard: bool = False,
-        is_resumed: bool = False,
-    ) -> None:
-        self._folder, self._is_here = folder, place.rank == 0
+    def __init__(self, folder: Path, place: dkfac.distributed.Place, *, is_resumed: bool, tensorboard: bool) -> None:
+        """Take the folder, in which nothing is changed yet."""
+        self._folder, self._place = folder, place
         self._file: Any = None
         self._board: Any = None
-        if not self._is_here:
+        self._lock: Any = None
+        self._has_complained = False
+        if place.rank != 0:
             return
-        path = folder / "metrics.jsonl"
-        if path.exists() and not is_resumed:
+        has_run = (folder / "metrics.jsonl").exists() or any((folder / "checkpoints").glob("step-*"))
+        if has_run and not is_resumed:
             raise ValueError(f"{folder} has a run already: choose another --out, or --resume {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "settings.json", about)
-        _write(folder / "environment.json", environment(place.device))
-        self._file = open(path, "a")  # noqa: SIM115 - closed by __exit__
         if tensorboard:
-            self._board = _board(folder)
+            _board_class()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(folder)
+        self._wants_board = tensorboard
+
+    def begin(self, about: dict[str, Any], step: int) -> None:
+        """Write what the run is, and take out what was logged after the step that it begins with."""
+        if self._lock is None:
+            return
+        _write(self._folder / "settings.json", about)
+        _write(self._folder / "environment.json", environment(self._place.device))
+        path = self._folder / "metrics.jsonl"
+        old = entries(path) if path.exists() else ()
+        kept = [entry for entry in old if entry.get("step", 0) <= step and entry.get("kind") != "end"] if step else []
+        other = path.with_name(".metrics.jsonl.new")
+        other.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        os.replace(other, path)
+        self._file = open(path, "a")  # noqa: SIM115 - closed by __exit__
+        if self._wants_board:
+            self._board = _board_class()(str(self._folder / "tensorboard"))
 
     def __enter__(self) -> Log:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for file in (self._file, self._board, self._lock):
+            if file is not None:
+                with self._complaining():
+                    file.close()
+
+    @contextlib.contextmanager
+    def _complaining(self) -> Iterator[None]:
+        """Go on where the disk is full."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_complained:
+                print(f"dkfac: {self._folder} cannot be written ({error}); training goes on", file=sys.stderr)
+            self._has_complained = True
 
     def add(self, **entry: Any) -> None:
         if self._file is None:
             return
-        self._file.write(json.dumps(plain(entry)) + "\n")
-        self._file.flush()
+        with self._complaining():
+            self._file.write(json.dumps(plain(entry)) + "\n")
+            self._file.flush()
         if self._board is not None and entry["kind"] in ("step", "test"):
             flat = {**entry, **{f"kfac/{k}": v for k, v in entry.get("kfac", {}).items()}}
             for name, value in flat.items():
                 if isinstance(value, (int, float)) and name != "step":
                     self._board.add_scalar(f"{entry['kind']}/{name}", value, entry["step"])
 
-    def cut(self, step: int) -> None:
-        """Take out what was logged after a step that is resumed from."""
-        if self._file is None:
-            return
-        path = self._folder / "metrics.jsonl"
-        kept = [entry for entry in entries(path) if entry["step"] <= step and entry["kind"] != "end"]
-        self._file.close()
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        self._file = open(path, "a")  # noqa: SIM115
-
     def summarise(
         self, kfac: dkfac.KFAC | None, own: list[float], gather: Callable[[list[float]], list[list[float]]]
     ) -> None:
         """Write what K-FAC reports and what each rank took. A collective call."""
         ranks = gather(own)
-        if not self._is_here:
+        if self._lock is None:
             return
         body: dict[str, Any] = {"peak_memory_bytes": [numbers[0] for numbers in ranks]}
         if kfac is not None:
             body |= {"kfac": kfac.report(), "plan": json.loads(kfac.plan.to_json()), "layers": repr(kfac)}
-        _write(self._folder / "summary.json", body)
+        with self._complaining():
+            _write(self._folder / "summary.json", body)
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics file; one that was cut short ends it."""
-    with open(path) as file:
+    """Yield the lines of a metrics file; those that were cut short or damaged are passed over."""
+    with open(path, errors="replace") as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    yield entry
+
+
+def _locked(folder: Path) -> Any:
+    """Return a file that is this process's while it is open."""
+    file = open(folder / ".lock", "a")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{folder} is in use by another process: wait for it, or choose another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -160,9 +188,9 @@ def _write(path: Path, body: Any) -> None:
     os.replace(other, path)
 
 
-def _board(folder: Path) -> Any:
+def _board_class() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import dkfac
 from dkfac.recipes import techniques
 from dkfac.recipes.loading import normalised
-from dkfac.recipes.pictures_resnet import build_imagenet, load, loss, num_classes
-from dkfac.recipes.recipe import Examples, Hyper, Recipe, hits
+from dkfac.recipes.pictures_resnet import LARGE, build_imagenet, load, loss, num_classes
+from dkfac.recipes.recipe import Examples, Hyper, Recipe, hits, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ ROWS = {
 
 
 def row_of(hyper: Hyper) -> Row:
-    number = int(hyper.more.get("row") or hyper.batch)
+    number = hyper.batch if hyper.more.get("row") is None else whole(hyper, "row")
     if number not in ROWS:
         rows = ", ".join(map(str, ROWS))
         raise ValueError(f"batch={number} is none of the published rows {rows}; for a trial of one say --more row=4096")
@@ -58,6 +58,7 @@ def row_of(hyper: Hyper) -> Row:
 def adapt(hyper: Hyper, given: Mapping[str, Any]) -> Hyper:
     """Return the row's figures where nothing else was said."""
     row = row_of(hyper)
+    whole(hyper, "width")
     own: dict[str, Any] = {"lr": row.lr, "momentum": row.momentum, "epochs": float(row.epochs)}
     return replace(hyper, **{name: value for name, value in own.items() if name not in given})
 
@@ -121,13 +122,14 @@ RECIPE = Recipe(
     data="train/<class>/*.jpg and val/<class>/*.jpg, an archive of them, or CIFAR-10",
     hyper=Hyper(
         batch=4096, lr=ROWS[4096].lr, momentum=ROWS[4096].momentum, epochs=35, nesterov=False, weight_decay=0.0,
-        label_smoothing=0.1, size=224, micro_batch=32, more={"row": None, "width": 64},
+        label_smoothing=0.1, micro_batch=32, more={"row": None, "width": 64},
     ),
     kfac=kfac,
     adapt=adapt,
-    load=partial(load, NAME),
+    load=partial(load, NAME, LARGE),
     build=partial(build_imagenet, 50),
     begin=LargeBatch,
     loss=loss,
     judge=hits,
+    unused=("warmup",),
 )  # fmt: skip

@@ -74,6 +74,8 @@ def ahead(
     thread.start()
     try:
         while (item := ready.get()) is not None:
+            if isinstance(item, (ValueError, OSError)):  # a file, no wrong option: whichever rank met it says so
+                raise RuntimeError(str(item)) from item
             if isinstance(item, BaseException):
                 raise item
             yield item[0].to(device, non_blocking=True), item[1].to(device, non_blocking=True)

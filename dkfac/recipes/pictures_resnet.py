@@ -6,7 +6,9 @@ on ImageNet. Here they belong to a batch (``Hyper``): scale them with it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +17,28 @@ from torch import Tensor, nn
 import dkfac
 from dkfac.recipes.loading import normalised
 from dkfac.recipes.readers import LAYOUT, read
-from dkfac.recipes.recipe import Examples, Hyper, Plain, Recipe, Session, hits
+from dkfac.recipes.recipe import Examples, Hyper, Plain, Recipe, Session, hits, whole
 from dkfac.recipes.resnet import cifar_resnet, resnet
 from dkfac.recipes.techniques import crop_and_flip, soft_cross_entropy, soft_targets
 
+LARGE = 224
+"""Pixels of ImageNet's pictures, if no others are asked for. Those of 32 x 32 stay as they are."""
 
-def load(name: str, path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
+
+def load(name: str, large: int | None, path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
+    """Read pictures. ``large``: what those that are not in memory are brought to, if nothing was asked for."""
     if path is None:
         raise ValueError(f"{name} needs --data PATH; {LAYOUT}")
-    train, test = read(path)
-    return train.sized(hyper.size), test.sized(hyper.size)
+    train, test = (pictures.in_colour() for pictures in read(path))
+    size = hyper.size or (large if train.pixels is None or test.pixels is None else None)
+    return train.sized(size), test.sized(size)
+
+
+def adapt(hyper: Hyper, given: Mapping[str, Any]) -> Hyper:
+    """Refuse figures that make no ResNet."""
+    for name in hyper.more:
+        whole(hyper, name)
+    return hyper
 
 
 def num_classes(examples: Examples) -> int:
@@ -72,7 +86,8 @@ CIFAR = Recipe(
         more={"depth": 32},
     ),
     kfac={"damping": 0.003, "factor_interval": 1, "inverse_interval": 10, "rescale": "kl-clip", "kl_clip": 1e-3},
-    load=partial(load, "cifar10-resnet32"),
+    adapt=adapt,
+    load=partial(load, "cifar10-resnet32", None),
     build=build_cifar,
     begin=begin,
     loss=loss,
@@ -88,10 +103,11 @@ def _imagenet(depth: int) -> Recipe:
         data="train/<class>/*.jpg and val/<class>/*.jpg",
         hyper=Hyper(
             lr=0.1, batch=256, epochs=55, warmup=5 / 55, decay="steps", milestones=(25, 35, 40, 45, 50),
-            weight_decay=5e-5, label_smoothing=0.1, size=224, micro_batch=32, more={"width": 64},
+            weight_decay=5e-5, label_smoothing=0.1, micro_batch=32, more={"width": 64},
         ),
         kfac={"damping": 0.001, "factor_interval": 10, "inverse_interval": 100, "rescale": "kl-clip", "kl_clip": 1e-3},
-        load=partial(load, name),
+        adapt=adapt,
+        load=partial(load, name, LARGE),
         build=partial(build_imagenet, depth),
         begin=begin,
         loss=loss,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import pickle
 import random
 import struct
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
@@ -27,6 +30,16 @@ LAYOUT = """put there one of
   train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte (or .gz)"""
 
 
+class Member(NamedTuple):
+    """An image in an archive."""
+
+    name: str
+    content: bytes
+
+
+Source = Path | Member
+
+
 @dataclass(frozen=True, slots=True)
 class Pictures:
     """One split: labels, and pixels in memory or where to get them."""
@@ -36,38 +49,60 @@ class Pictures:
     classes: tuple[str, ...]
     pixels: Tensor | None = None
     """``[N, C, H, W]``, uint8."""
-    sources: tuple[Path | bytes, ...] = ()
-    """Otherwise: files of images, or their contents."""
+    sources: tuple[Source, ...] = ()
+    """Otherwise: where the images are."""
     size: int | None = None
-    """What those are brought to."""
+    """What all are brought to; None: pictures in memory stay as they are."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def sized(self, size: int | None) -> Pictures:
-        """Return the same, brought to a size if they are not in memory."""
+        """Return the same, brought to a size."""
+        if size is None and self.pixels is None:
+            raise ValueError(self._wants_size())
         return replace(self, size=size)
+
+    def in_colour(self) -> Pictures:
+        """Return the same, grey pictures with three equal colours."""
+        return self if self.pixels is None else replace(self, pixels=self.pixels.expand(-1, 3, -1, -1))
 
     def get(self, index: Tensor, *, seed: int | None) -> tuple[Tensor, Tensor]:
         """Return pixels ``[n, C, size, size]``, uint8, and labels. ``seed``: cut random parts (area 8 to 100%, aspect
-        3/4 to 4/3), as for training; None: the middle. Pictures in memory come as they are."""
+        3/4 to 4/3), as for training; None: the middle. Pictures in memory come whole, whatever the seed."""
         return self._load(index, seed), self.labels[index]
 
     def _load(self, index: Tensor, seed: int | None) -> Tensor:
         if self.pixels is not None:
-            return self.pixels[index]
+            return _resized(self.pixels[index], self.size)
         size = self.size
         if size is None:
-            raise ValueError("pictures of different sizes need a size to be brought to")
+            raise ValueError(self._wants_size())
         with ThreadPoolExecutor(8) as pool:
             numbers = index.tolist()
             seeds = [None if seed is None else hash((seed, i)) for i in numbers]
             return torch.stack(list(pool.map(lambda i, s: _decode(self.sources[i], size, s), numbers, seeds)))
 
+    def _wants_size(self) -> str:
+        """Say why the pictures cannot be taken as they are, and what to do."""
+        first, remedy = self.sources[0], "they need a size to be brought to: say --size, as in --size 32"
+        size = _size(first)
+        odd = next((source for source in self.sources if _size(source) != size), None)
+        if odd is None:
+            return f"the pictures are of {size[0]} x {size[1]} pixels, more than {SMALL}: {remedy}"
+        sizes = ", ".join("{} is of {} x {} pixels".format(_name(one), *_size(one)) for one in (first, odd))
+        return f"the pictures differ in size ({sizes}): {remedy}"
+
 
 def read(path: str | Path) -> tuple[Pictures, Pictures]:
     """Return training and test pictures of whatever is at a path."""
-    path = Path(path)
+    try:
+        return _read(Path(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}): see to it, or get it again") from error
+
+
+def _read(path: Path) -> tuple[Pictures, Pictures]:
     if not path.exists():
         raise ValueError(f"no data at {path}: {LAYOUT}")
     if path.is_file():
@@ -78,24 +113,28 @@ def read(path: str | Path) -> tuple[Pictures, Pictures]:
     if "data_batch_1" in names or "cifar-10-batches-py" in names:
         return _cifar(path if "data_batch_1" in names else path / "cifar-10-batches-py")
     if any(name.startswith("train-images-idx3") for name in names):
-        return _idx_split(path, "train"), _idx_split(path, "t10k")
+        return _numbered(_idx_split(path, "train"), _idx_split(path, "t10k"), path)
     files = ((child.relative_to(path).parts, child) for child in sorted(path.rglob("*")) if child.is_file())
     return _splits(files, str(path))
 
 
-def _members(path: Path) -> Iterable[tuple[tuple[str, ...], bytes]]:
-    with tarfile.open(path) as archive:
-        for member in archive:
-            file = archive.extractfile(member) if member.isfile() else None
-            if file is not None:
-                yield PurePosixPath(member.name).parts, file.read()
+def _members(path: Path) -> Iterable[tuple[tuple[str, ...], Member]]:
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    yield PurePosixPath(member.name).parts, Member(f"{path}: {member.name}", file.read())
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(f"{path} is damaged, or not a tar archive: get it again") from error
 
 
-def _splits(files: Iterable[tuple[tuple[str, ...], Path | bytes]], where: str) -> tuple[Pictures, Pictures]:
-    """Sort files by ``.../<split>/<class>/<name>``."""
-    found: dict[str, list[tuple[str, str, Path | bytes]]] = {"train": [], "test": []}
+def _splits(files: Iterable[tuple[tuple[str, ...], Source]], where: str) -> tuple[Pictures, Pictures]:
+    """Sort files by ``.../<split>/<class>/<name>``. Hidden ones (macOS's ``._0.jpg``) are passed over."""
+    found: dict[str, list[tuple[str, str, Source]]] = {"train": [], "test": []}
     for parts, source in files:
-        if len(parts) < 3 or not parts[-1].lower().endswith(SUFFIXES):
+        is_hidden = any(part.startswith(".") for part in parts[-3:])
+        if len(parts) < 3 or is_hidden or not parts[-1].lower().endswith(SUFFIXES):
             continue
         for split, names in SPLITS.items():
             if parts[-3].lower() in names:
@@ -116,28 +155,54 @@ def _splits(files: Iterable[tuple[tuple[str, ...], Path | bytes]], where: str) -
 
 
 SMALL = 64
-"""Pictures up to this size are decoded once and kept, if the first and the last are of one size."""
+"""Pictures up to this size are decoded once and kept, if they are of one size."""
 
 
 def _in_memory(pictures: Pictures) -> Pictures:
-    sizes = {_open(source).size for source in (pictures.sources[0], pictures.sources[-1])}
+    sizes = {_size(source) for source in (pictures.sources[0], pictures.sources[-1])}  # of millions, look at two
     if len(sizes) > 1 or max(next(iter(sizes))) > SMALL:
         return pictures
     with ThreadPoolExecutor(8) as pool:
-        pixels = torch.stack(list(pool.map(lambda source: _pixels(_open(source)), pictures.sources)))
-    return Pictures(pictures.labels, pictures.classes, pixels)
+        pixels = list(pool.map(lambda source: _pixels(_open(source)), pictures.sources))
+    if len({each.shape for each in pixels}) > 1:
+        return pictures
+    return Pictures(pictures.labels, pictures.classes, torch.stack(pixels))
 
 
-def _open(source: Path | bytes) -> Any:
+def _open(source: Source) -> Any:
+    return _image(source, lambda image: image.convert("RGB"))
+
+
+def _size(source: Source) -> tuple[int, int]:
+    """Return width and height, without decoding."""
+    size: tuple[int, int] = _image(source, lambda image: image.size)
+    return size
+
+
+def _image(source: Source, take: Callable[[Any], Any]) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
         raise ValueError("reading images needs Pillow: pip install 'dkfac[recipes]'") from error
     try:
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
-    except OSError as error:
-        what = "a member of the archive" if isinstance(source, bytes) else str(source)
-        raise ValueError(f"{what} cannot be read as an image ({error}): remove it or get it again") from error
+        with Image.open(io.BytesIO(source.content) if isinstance(source, Member) else source) as image:
+            return take(image)
+    except Exception as error:  # Pillow's decoders raise what they like
+        raise ValueError(f"{_name(source)} cannot be read as an image ({error}): remove it or get it again") from error
+
+
+def _name(source: Source) -> str:
+    return source.name if isinstance(source, Member) else str(source)
+
+
+def _resized(pixels: Tensor, size: int | None) -> Tensor:
+    """Return the middle of pictures in memory, brought to a size."""
+    if size is None:
+        return pixels
+    side = min(pixels.shape[2:])
+    top, left = ((length - side) // 2 for length in pixels.shape[2:])
+    middle = pixels[:, :, top : top + side, left : left + side]
+    return F.interpolate(middle, (size, size), mode="bilinear", antialias=True)
 
 
 def _pixels(image: Any) -> Tensor:
@@ -145,7 +210,7 @@ def _pixels(image: Any) -> Tensor:
     return flat.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()
 
 
-def _decode(source: Path | bytes, size: int, seed: int | None) -> Tensor:
+def _decode(source: Source, size: int, seed: int | None) -> Tensor:
     """Return a random part, or the middle, of an image as ``[3, size, size]``."""
     image = _open(source)
     box = _middle(image.width, image.height, size) if seed is None else _part(image.width, image.height, seed)
@@ -176,9 +241,18 @@ def _cifar(folder: Path) -> tuple[Pictures, Pictures]:
     names = [f"data_batch_{i}" for i in range(1, 6)]
     train = [_cifar_batch(folder / name) for name in names]
     pixels, labels = (torch.cat(parts) for parts in zip(*train, strict=True))
-    classes = tuple(str(i) for i in range(int(labels.max()) + 1))
     test_pixels, test_labels = _cifar_batch(folder / "test_batch")
-    return Pictures(labels, classes, pixels), Pictures(test_labels, classes, test_pixels)
+    return _numbered(Pictures(labels, (), pixels), Pictures(test_labels, (), test_pixels), folder)
+
+
+def _numbered(train: Pictures, test: Pictures, where: Path) -> tuple[Pictures, Pictures]:
+    """Return both with classes that have numbers for names."""
+    classes = tuple(str(i) for i in range(int(train.labels.max()) + 1))
+    stranger = int(test.labels.max())
+    if stranger >= len(classes):
+        what = f"test pictures of class {stranger} and training pictures up to class {len(classes) - 1}"
+        raise ValueError(f"{where} has {what}: get both from the same data set")
+    return replace(train, classes=classes), replace(test, classes=classes)
 
 
 def _cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
@@ -189,8 +263,13 @@ def _cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
     try:
         body = _Plain(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         pixels = torch.from_numpy(body[b"data"].copy()).view(-1, 3, 32, 32)
-        return pixels, torch.tensor(body[b"labels"])
-    except (pickle.UnpicklingError, KeyError, EOFError, RuntimeError) as error:
+        labels = torch.tensor(body[b"labels"])
+        if pixels.dtype != torch.uint8 or labels.is_floating_point() or labels.shape != pixels.shape[:1]:
+            raise ValueError(f"{tuple(pixels.shape)} {pixels.dtype} pixels, {tuple(labels.shape)} labels")
+        if not len(labels) or labels.min() < 0:
+            raise ValueError("it has no pictures, or labels below 0")
+        return pixels, labels
+    except Exception as error:  # what a pickle of other things raises can be anything
         raise ValueError(f"{path} is not a batch of CIFAR-10's python version ({error}): get it again") from error
 
 
@@ -209,7 +288,7 @@ def _idx_split(folder: Path, prefix: str) -> Pictures:
     labels = read_idx(_one_of(folder, f"{prefix}-labels-idx1-ubyte"), 1).long()
     if len(pixels) != len(labels):
         raise ValueError(f"{folder} has {len(pixels)} {prefix} images and {len(labels)} labels: get both again")
-    return Pictures(labels, tuple(str(i) for i in range(int(labels.max()) + 1)), pixels.unsqueeze(1))
+    return Pictures(labels, (), pixels.unsqueeze(1))
 
 
 def _one_of(folder: Path, name: str) -> Path:
@@ -222,11 +301,16 @@ def _one_of(folder: Path, name: str) -> Path:
 def read_idx(path: Path, num_dims: int) -> Tensor:
     """Return an idx file of bytes, ``[N, ...]``."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rb") as file:
-        content: bytes = file.read()
+    try:
+        with opened(path, "rb") as file:
+            content: bytes = file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read ({error}): get it again") from error
     if len(content) < 4 + 4 * num_dims or content[:3] != b"\0\0\x08" or content[3] != num_dims:
         raise ValueError(f"{path} is not an idx file of bytes with {num_dims} dimensions: get it again")
     shape = struct.unpack(f">{num_dims}I", content[4 : 4 + 4 * num_dims])
+    if 0 in shape or len(content) == 4 + 4 * num_dims:
+        raise ValueError(f"{path} says {shape} and holds nothing: get it again")
     flat = torch.frombuffer(bytearray(content[4 + 4 * num_dims :]), dtype=torch.uint8)
     if flat.numel() != torch.Size(shape).numel():
         raise ValueError(f"{path} says {shape} and holds {flat.numel()} bytes: it was cut short; get it again")

@@ -59,7 +59,7 @@ class Hyper:
     """Epochs after which ``"steps"`` divides the learning rate by ten."""
     label_smoothing: float = 0.0
     size: int | None = None
-    """Pixels of pictures that come in different sizes."""
+    """Pixels that pictures are brought to; None: as they are, or the recipe's own for large ones."""
     seed: int = 0
     autocast: bool = True
     """bfloat16 on a GPU."""
@@ -68,10 +68,16 @@ class Hyper:
 
     def __post_init__(self) -> None:
         for name in ("lr", "batch", "epochs"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be > 0")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch={self.micro_batch} must be >= 1")
+        for name in ("micro_batch", "size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        for name, most in (("momentum", 1), ("label_smoothing", 1), ("weight_decay", math.inf), ("seed", 2**40)):
+            if not 0 <= getattr(self, name) < most:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, {most})")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup={self.warmup} must be in [0, 1]: a share of the steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +99,20 @@ class Recipe:
     adapt: Callable[[Hyper, Mapping[str, Any]], Hyper] = lambda hyper, given: hyper
     """What follows for the hyperparameters from those that were given."""
     first_order: str = "SGD"
+    unused: tuple[str, ...] = ()
+    """Hyperparameters that it has no use for."""
 
     def settings(self, hyper: Hyper) -> Mapping[str, Any]:
         """Return K-FAC's."""
         return self.kfac(hyper) if callable(self.kfac) else self.kfac
+
+
+def whole(hyper: Hyper, name: str) -> int:
+    """Return a figure of a recipe's own that is a number of something."""
+    value = hyper.more[name]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"--more {name}={value!r} is not a whole number, 1 or more")
+    return value
 
 
 def optimizer_of(hyper: Hyper, model: nn.Module) -> torch.optim.Optimizer:

@@ -62,7 +62,7 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 def cifar_resnet(depth: int, num_classes: int = 10) -> nn.Module:
     """Return a ResNet of 6n + 2 layers for 32 x 32 pixels (He et al. 2016, section 4.2): 20, 32, 44, 56, 110."""
-    if depth % 6 != 2:
+    if depth < 8 or depth % 6 != 2:
         raise ValueError(f"a ResNet for CIFAR has 6n + 2 layers, as 20, 32 or 56 are; not {depth}")
     widths = [16, *(width for width in (16, 32, 64) for _ in range(depth // 6))]
     blocks = [Small(a, b, 2 if a != b else 1, free=True) for a, b in itertools.pairwise(widths)]

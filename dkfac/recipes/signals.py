@@ -4,45 +4,61 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 import dkfac
 
-AGREED_EVERY = 5
-"""Steps after which ranks tell each other."""
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+"""From the one that is heeded first."""
+LATENCY, MOST_STEPS = 1.0, 50
+"""Ranks tell each other about so often, in seconds, and at least once in so many steps."""
+ECHO = 1.0
+"""Seconds in which another signal to end is the same one once more: a terminal and a launcher both pass it on."""
 
 
 class Signals:
-    """Notes signals instead of dying of them; the second SIGINT interrupts as usual."""
+    """Notes signals instead of dying of them; a second one that asks for the end interrupts."""
 
     def __init__(self) -> None:
-        self._arrived = 0
-        self._before: dict[int, Any] = {}
+        self._arrived: set[str] = set()
+        self._ending_since: float | None = None
+        self._before: dict[str, Any] = {}
+        self._next, self._last = 0, (0, time.monotonic())
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number, name in enumerate(NAMES, 1):
-                self._before[number] = signal.signal(getattr(signal, name), self._note)
+            for name in NAMES:
+                self._before[name] = signal.signal(getattr(signal, name), self._note)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(getattr(signal, NAMES[number - 1]), before)
+        for name, before in self._before.items():
+            signal.signal(getattr(signal, name), before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if name == "SIGINT" and self._arrived == NAMES.index(name) + 1:
-            raise KeyboardInterrupt
-        self._arrived = NAMES.index(name) + 1
+        if name != "SIGUSR1":
+            now = time.monotonic()
+            if self._ending_since is not None and now - self._ending_since > ECHO:
+                raise KeyboardInterrupt
+            if self._ending_since is None:
+                self._ending_since = now
+        self._arrived.add(name)
 
     def agreed(self, step: int, place: dkfac.distributed.Place) -> str | None:
-        """Return a signal that one of the ranks got, at a step at which they tell each other. A collective call."""
-        if place.world_size > 1 and step % AGREED_EVERY:
-            return None
-        told = [int(numbers[0]) for numbers in dkfac.distributed.gather([float(self._arrived)], place.device)]
-        arrived = min((number for number in told if number), default=0)
-        if arrived:
-            self._arrived = 0
-        return NAMES[arrived - 1] if arrived else None
+        """Return a signal that one of the ranks got, if they tell each other at this step. A collective call."""
+        found = set(self._arrived)
+        if place.world_size > 1:
+            if step < self._next:
+                return None
+            (before, then), now = self._last, time.monotonic()
+            own = [(now - then) / max(1, step - before), *(float(name in found) for name in NAMES)]
+            took, *told = zip(*dkfac.distributed.gather(own, place.device), strict=True)
+            self._next = step + min(MOST_STEPS, max(1, int(LATENCY / max(1e-6, *took))))
+            self._last = (step, now)
+            found = {name for name, ranks in zip(NAMES, told, strict=True) if any(ranks)}
+        first = next((name for name in NAMES if name in found), None)
+        self._arrived.discard(first or "")
+        return first

@@ -18,14 +18,20 @@ import torch
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.recipes import checkpoints
-from dkfac.recipes.folder import Log, resources, spectra
+from dkfac.recipes import saving
+from dkfac.recipes.folder import Log, spectra
 from dkfac.recipes.loading import ahead, micro_batches, steps
 from dkfac.recipes.recipe import Examples, Hyper, Recipe, Session, optimizer_of
 from dkfac.recipes.signals import Signals
 
 NUM_LOGGED = 400
 """Steps of a run that are logged, about."""
+MOST_BAD = 3
+"""Losses in a row that may be logged as not finite."""
+
+
+class Diverged(RuntimeError):
+    """Loss or weights are not finite: on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +48,8 @@ class Job:
     save_every: int = 0
     """Steps between checkpoints; 0: at the end of each pass over the data."""
     resume: bool = False
+    resume_at: str | None = None
+    """The checkpoint to go on from; None: the newest that is whole."""
     tensorboard: bool = False
     command: str = ""
 
@@ -72,6 +80,10 @@ class Run:
     def device(self) -> torch.device:
         return self.place.device
 
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Return all ranks' numbers. A collective call."""
+        return dkfac.distributed.gather(numbers, self.device)
+
 
 Watch = Callable[[int, dkfac.KFAC | None, nn.Module, torch.optim.Optimizer], AbstractContextManager[None]]
 """What surrounds a step: its number, K-FAC, the network and the optimizer."""
@@ -86,26 +98,51 @@ def train(
     """Train to the end, or to a signal; returns ``"done"``, or the signal's name. ``say``: on rank 0."""
     say = say if place.rank == 0 else lambda line: None
     hyper = job.hyper
-    train_set, test_set = job.recipe.load(job.data, hyper)
     if hyper.batch % place.world_size:
         raise ValueError(f"batch={hyper.batch} cannot be shared equally by {place.world_size} ranks: choose a multiple")
-    run = _begin(job, place, train_set, test_set)
+    train_set, test_set = _load(job, place)
+    if hyper.batch > len(train_set):
+        say(f"a batch of {hyper.batch} is more than the {len(train_set)} examples: a step sees some more than once")
+    with Log(job.folder, place, is_resumed=job.resume, tensorboard=job.tensorboard) as log:
+        run = _begin(job, place, train_set, test_set, log)
+        try:
+            if job.resume:
+                saving.resume(run, say)
+            log.begin(_about(run), run.step)
+            if run.step:
+                log.add(kind="resume", step=run.step)
+            with Signals() as signals:
+                return _steps(run, signals, say, watch)
+        finally:
+            if run.kfac is not None:
+                run.kfac.close()
+
+
+def _load(job: Job, place: dkfac.distributed.Place) -> tuple[Examples, Examples]:
+    """Read the data. Where a rank alone cannot, no other waits for it."""
+    error: Exception | None = None
     try:
-        if job.resume:
-            _resume(run, say)
-        with Signals() as signals, run.log:
-            return _steps(run, signals, say, watch)
-    finally:
-        if run.kfac is not None:
-            run.kfac.close()
+        found = job.recipe.load(job.data, job.hyper)
+    except (ValueError, OSError) as caught:
+        error = caught
+    failed = sum(numbers[0] for numbers in dkfac.distributed.gather([float(error is not None)], place.device))
+    if error is not None:
+        raise error if failed == place.world_size else RuntimeError(str(error)) from error
+    if failed:
+        raise RuntimeError("another rank could not read its data")
+    return found
 
 
-def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_set: Examples) -> Run:
+def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_set: Examples, log: Log) -> Run:
     hyper = job.hyper
     torch.manual_seed(hyper.seed)
     model = job.recipe.build(train_set, hyper).to(place.device)
     session = job.recipe.begin(model, train_set, hyper, place)
-    network = nn.parallel.DistributedDataParallel(model) if place.world_size > 1 else model
+    network = model
+    if place.world_size > 1:
+        # DDP cuts its buckets anew after its first step, unless it looks for unused parameters; of three ranks and
+        # more, sums depend on where a gradient lies in its bucket, and a run that goes on would not be the same.
+        network = nn.parallel.DistributedDataParallel(model, find_unused_parameters=place.world_size > 2)
     optimizer = optimizer_of(hyper, model)
     kfac = None
     if job.kfac is not None:
@@ -113,32 +150,36 @@ def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_s
         told = {"accumulate": "mean"} if accumulates else {}
         kfac = dkfac.KFAC(network, optimizer, **{**told, **job.recipe.settings(hyper), **job.kfac})
     num_steps = math.ceil(hyper.epochs * len(train_set) / hyper.batch)
-    about = {
+    return Run(job, place, model, network, optimizer, kfac, session, train_set, test_set, num_steps, log)
+
+
+def _about(run: Run) -> dict[str, Any]:
+    """Return what the settings' file says."""
+    job, hyper = run.job, run.job.hyper
+    return {
         "recipe": job.recipe.name,
         "hyper": {**asdict(replace(hyper, more={})), **hyper.more},
         "more": dict(hyper.more),
         "options": job.kfac,
         "data": job.data,
-        "kfac": None if kfac is None else kfac.settings.describe(),
-        "optimizer": type(optimizer).__name__,
-        "world_size": place.world_size,
-        "num_steps": num_steps,
-        "examples": [len(train_set), len(test_set)],
+        "kfac": None if run.kfac is None else run.kfac.settings.describe(),
+        "optimizer": type(run.optimizer).__name__,
+        "world_size": run.place.world_size,
+        "num_steps": run.num_steps,
+        "examples": [len(run.train_set), len(run.test_set)],
         "command": job.command,
     }
-    log = Log(job.folder, about, place, tensorboard=job.tensorboard, is_resumed=job.resume)
-    return Run(job, place, model, network, optimizer, kfac, session, train_set, test_set, num_steps, log)
 
 
 def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch) -> str:
     hyper, place = run.job.hyper, run.place
-    end = min(run.num_steps, run.job.max_steps or run.num_steps)
+    end = run.num_steps if run.job.max_steps is None else min(run.num_steps, run.job.max_steps)
     pass_steps = max(1, round(len(run.train_set) / hyper.batch))
     save_every = run.job.save_every or pass_steps
     log_every = max(1, run.num_steps // NUM_LOGGED)
     parts = _parts(run, end)
     losses: list[Tensor] = []
-    begin = time.perf_counter()
+    bad, begin = 0, time.perf_counter()
     with contextlib.closing(ahead(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
         while run.step < end:
             with watch(run.step, run.kfac, run.network, run.optimizer):
@@ -150,26 +191,43 @@ def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch)
             arrived = signals.agreed(run.step, place)
             if run.step % log_every and not (tests or saves or arrived):
                 continue
-            mean = float(torch.stack(losses).mean())  # waits for the device, so that the clock is right
+            means = run.gather([float(torch.stack(losses).mean())])  # waits for the device, so that the clock is right
+            mean = sum(numbers[0] for numbers in means) / len(means)
             losses.clear()
             run.seconds += time.perf_counter() - begin
             _log_step(run, mean)
-            if not math.isfinite(mean):
-                raise RuntimeError(
-                    f"the loss is {mean} at step {run.step}: lower lr or raise damping; the last checkpoint is in "
-                    f"{run.job.folder / 'checkpoints'}"
-                )
+            bad = 0 if math.isfinite(mean) else bad + 1
+            _check(run, mean, bad, checks_weights=bad > 0 or saves or arrived is not None)
             if tests:
                 _test(run, say)
             if saves or arrived:
-                _save(run, say)
+                saving.save(run, say)
             if arrived in ("SIGINT", "SIGTERM"):
                 run.log.add(kind="end", step=run.step, reason=arrived)
-                say(f"stopped by {arrived} at step {run.step}; go on with --resume {run.job.folder}")
+                say(f"stopped by {arrived} at step {run.step}")
                 return arrived
             begin = time.perf_counter()
     run.log.add(kind="end", step=run.step, reason="done")
     return "done"
+
+
+def _check(run: Run, loss: float, bad: int, *, checks_weights: bool) -> None:
+    """End a run that has diverged: all ranks or none. ``bad``: losses in a row that were not finite.
+
+    K-FAC passes over a batch whose gradient is not finite, so a single loss may be; weights are not saved so.
+    """
+    if not checks_weights:
+        return
+    broken = not all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
+    broken = any(numbers[0] for numbers in run.gather([float(broken)]))
+    if bad < MOST_BAD and not broken:
+        return
+    found = [place.name for place in sorted((run.job.folder / "checkpoints").glob("step-*"))]
+    remedy = "lower lr" if run.kfac is None else "lower lr or raise damping"
+    again = f"; go on with --resume {run.job.folder}/checkpoints/{found[-1]}" if found else ""
+    again += f", or from {found[0]}, if that one has diverged already" if len(found) > 1 else ""
+    what = "weights are" if broken else "loss is"
+    raise Diverged(f"the {what} not finite at step {run.step} (loss {loss:.4g}): {remedy}{again}")
 
 
 def _parts(run: Run, end: int) -> Iterator[Tensor]:
@@ -219,9 +277,11 @@ def _test(run: Run, say: Callable[[str], None]) -> None:
     """Judge the model on this rank's share of the test examples, and all ranks' shares together."""
     found = {"loss": 0.0, "right": 0.0, "number": 0.0}
     index = torch.arange(run.place.rank, len(run.test_set), run.place.world_size)
+    parts = [part for part in torch.split(index, 256) if len(part)]
+    dkfac.distributed.broadcast(run.model.buffers(), run.place)  # as DDP does before a step: one model is judged
     run.model.eval()
     with torch.no_grad(), contextlib.closing(
-        ahead(run.test_set, iter(torch.split(index, 256)), seed=None, device=run.device)
+        ahead(run.test_set, iter(parts), seed=None, device=run.device)
     ) as loaded:  # fmt: skip
         for pair in loaded:
             x, y = run.session.prepare(*pair, None)
@@ -232,7 +292,7 @@ def _test(run: Run, say: Callable[[str], None]) -> None:
             if run.job.recipe.judge is not None:
                 found["right"] += float(run.job.recipe.judge(output, y))
     run.model.train()
-    loss, right, number = (sum(column) for column in zip(*_gathered(run, list(found.values())), strict=True))
+    loss, right, number = (sum(column) for column in zip(*run.gather(list(found.values())), strict=True))
     point = {"loss": loss / number} | ({"accuracy": right / number} if run.job.recipe.judge is not None else {})
     run.log.add(kind="test", step=run.step, epoch=run.epoch, seconds=run.seconds, **point)
     for entry in spectra(run.kfac):
@@ -240,61 +300,3 @@ def _test(run: Run, say: Callable[[str], None]) -> None:
     told = "".join(f", {name} {value:.2%}" if name == "accuracy" else f", test loss {value:.4f}"
                    for name, value in point.items())  # fmt: skip
     say(f"step {run.step} of {run.num_steps}, epoch {run.epoch:.2f}{told}, {run.seconds:.1f} s")
-
-
-def _gathered(run: Run, numbers: list[float]) -> list[list[float]]:
-    return dkfac.distributed.gather(numbers, run.device)
-
-
-def _save(run: Run, say: Callable[[str], None]) -> None:
-    """Write a checkpoint. A collective call; where a rank cannot write, all learn it and go on."""
-    folder, rank = run.job.folder / "checkpoints", run.place.rank
-    kfac = None if run.kfac is None else run.kfac.state_dict(gather=True)
-    error: OSError | None = None
-    try:
-        checkpoints.write(folder, run.step, f"rank-{rank}", {"session": run.session.state_dict()})
-        if rank == 0:
-            state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "kfac": kfac}
-            checkpoints.write(folder, run.step, "common", {**state, "step": run.step, "seconds": run.seconds})
-    except OSError as caught:
-        error = caught
-    failed = sum(numbers[0] for numbers in _gathered(run, [float(error is not None)]))
-    if not failed and rank == 0:
-        try:
-            about = {"recipe": run.job.recipe.name, "world_size": run.place.world_size}
-            checkpoints.finish(folder, run.step, about)
-        except OSError as caught:
-            error = caught
-    failed = sum(numbers[0] for numbers in _gathered(run, [float(error is not None)]))
-    if failed:
-        checkpoints.give_up(folder, run.step)
-        reason = error or "another rank could not write"
-        say(f"no checkpoint at step {run.step} ({reason}); training goes on, older checkpoints stay")
-    run.log.summarise(run.kfac, resources(run.device), lambda numbers: _gathered(run, numbers))
-
-
-def _resume(run: Run, say: Callable[[str], None]) -> None:
-    """Take up the newest checkpoint that is whole."""
-    folder, said = run.job.folder / "checkpoints", list[str]()
-    place = checkpoints.newest(folder, said)
-    for line in said:
-        say(line)
-    if place is None:
-        raise ValueError(f"{folder} has no whole checkpoint to resume from: leave --resume out to begin anew")
-    told = checkpoints.about(place)
-    if told["recipe"] != run.job.recipe.name:
-        raise ValueError(f"{place} is of recipe {told['recipe']}, not {run.job.recipe.name}: choose that one")
-    common = checkpoints.read(place, "common", run.device)
-    run.model.load_state_dict(common["model"])
-    run.optimizer.load_state_dict(common["optimizer"])
-    if run.kfac is not None and common["kfac"] is not None:
-        run.kfac.load_state_dict(common["kfac"])
-    name = f"rank-{run.place.rank}"
-    if told["world_size"] == run.place.world_size:
-        run.session.load_state_dict(checkpoints.read(place, name, run.device)["session"])
-    elif run.place.rank == 0:
-        say(f"{place} is of {told['world_size']} ranks, this is {run.place.world_size}: close to the same, not bitwise")
-    run.step, run.seconds = int(common["step"]), float(common["seconds"])
-    run.log.cut(run.step)
-    run.log.add(kind="resume", step=run.step)
-    say(f"resumed from {place}")

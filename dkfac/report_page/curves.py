@@ -20,19 +20,26 @@ NUM_ROWS = 25
 def curves(groups: Sequence[Group]) -> Html:
     """Return the charts of each recipe, once for each x axis, and a switch between those."""
     recipes = list(dict.fromkeys(group.recipe for group in groups))
+    known = [which for which in WHICH if _is_known(groups, which)]
     parts = []
     for recipe in recipes:
         ours = [group for group in groups if group.recipe == recipe]
         parts += [tag("h3", recipe)] if len(recipes) > 1 else []
         parts.append(legend((group.label, colour(group.number)) for group in ours))
-        parts += [tag("div", _charts(ours, which), class_=f"by by-{which}") for which in WHICH]
+        parts += [tag("div", _charts(ours, which), class_=f"by by-{which}") for which in known]
         parts.append(details("The numbers of these charts", _table(ours)))
     switch = []
-    for i, which in enumerate(WHICH):
+    for i, which in enumerate(known):
         button = Html(f'<input type="radio" name="by" id="by-{which}"{"" if i else " checked"}>')
         switch += [button, tag("label", which if which == "seconds" else f"{which}s", for_=f"by-{which}")]
     said = tag("span", "against", class_="against", aria_hidden="true")
     return tag("div", said, *switch, *parts, class_="switched", role="group", aria_label="x axis")
+
+
+def _is_known(groups: Sequence[Group], which: str) -> bool:
+    """Whether a run tells of it: a script of the user's has no epochs."""
+    runs = [run for group in groups for run in group.runs]
+    return any(value is not None for run in runs for value in column([*run.steps, *run.tests], which))
 
 
 def _charts(groups: Sequence[Group], which: str) -> Html:

@@ -12,7 +12,7 @@ from dkfac.report_page.curves import curves
 from dkfac.report_page.groups import Group, group
 from dkfac.report_page.html import Html, tag
 from dkfac.report_page.plan_picture import plans
-from dkfac.report_page.read import find, read
+from dkfac.report_page.read import read_all
 from dkfac.report_page.result import head, result
 from dkfac.report_page.spectra import spectra
 from dkfac.report_page.stages import control, step_time
@@ -33,9 +33,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[Sequence[Group]], Html | None]], ...] 
 )
 
 
-def page(folders: Sequence[Path]) -> tuple[str, int]:
-    """Return the page of run folders, or of folders of such, and how many runs it shows."""
-    runs = [read(folder) for folder in find(folders)]
+def page(folders: Sequence[Path], say: Callable[[str], None] = lambda line: None) -> tuple[str, int]:
+    """Return the page of run folders, or of folders of such, and how many runs it shows. ``say``: which it does not."""
+    runs = read_all(folders, say)
     groups = group(runs)
     found = [(key, title, body) for key, title, make in SECTIONS if (body := make(groups))]
     links = [tag("a", title, href=f"#{key}") for key, title, _ in found]

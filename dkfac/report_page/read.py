@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,24 @@ def find(given: Sequence[Path]) -> list[Path]:
         for folder in inside:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
+
+
+def read_all(given: Sequence[Path], say: Callable[[str], None]) -> list[Run]:
+    """Return the runs of all folders. What is wrong with one that was not named itself is said, and others shown."""
+    named = {path.resolve() for path in given}
+    found: list[Run] = []
+    wrong: ValueError | None = None
+    for folder in find(given):
+        try:
+            found.append(read(folder))
+        except ValueError as error:
+            if folder.resolve() in named:
+                raise
+            say(f"left out: {error}")
+            wrong = wrong or error
+    if not found and wrong is not None:
+        raise wrong
+    return found
 
 
 def read(folder: Path) -> Run:
@@ -166,8 +184,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                 break  # a run that was killed, or writes it now
             if not isinstance(line, dict):
                 raise ValueError(
-                    f"{path} is cut short or damaged at line {number}: if the run goes on, try again; if not, resume "
-                    f"it (`dkfac train --resume {path.parent}` leaves the rest out), or delete from that line on"
+                    f"{path} is cut short or damaged at line {number}: if the run goes on, try again; if not, delete "
+                    f"that line"
                 )
             found.append(line)
     return found
@@ -177,7 +195,8 @@ def _load(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): resume the run, which writes it anew, or delete it") from error
+        remedy = f"mend it, or leave {path.parent} out" if path.name == "settings.json" else "delete it"
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from dkfac.report_page.html import DASH, Html, details, join, number, table, tag
 from dkfac.report_page.read import Run, as_dict, column, real
 
 Metric = Literal["accuracy", "loss"]
+TAIL = 10
+"""The result of a run without tests is the mean loss of the last of so many equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,11 @@ def _each(form: str, runs: Sequence[Run], what: Callable[[Run], Any]) -> str:
 def _warnings(runs: Sequence[Run]) -> Iterable[str]:
     for run in runs:
         step, steps = number(real(run.last.get("step"))), run.settings.get("num_steps")
+        at = f"step {step}" if steps is None else f"step {step} of {steps}"
         if run.reason is None:
-            yield f"{run.name} has not ended: it is at step {step} of {steps}; its last numbers are not its final ones."
+            yield f"{run.name} has not ended: it is at {at}; its last numbers are not its final ones."
         elif run.reason != "done":
-            yield f"{run.name} was stopped at step {step} of {steps} ({run.reason})."
+            yield f"{run.name} was stopped at {at} ({run.reason})."
         if any(line.get("loss") is None for line in run.steps):
             yield f"{run.name} has steps whose loss is not a number: its lines have gaps there."
         if run.is_kfac and not run.report:
@@ -146,6 +149,7 @@ def _table(columns: Sequence[tuple[str, Sequence[Run]]], target: Target | None) 
         ("test accuracy, best", lambda runs: _spread([best(run, "accuracy") for run in runs], _percent)),
         ("test loss, final", lambda runs: _spread([final(run, "loss") for run in runs])),
         ("test loss, best", lambda runs: _spread([best(run, "loss") for run in runs])),
+        ("training loss, last tenth", lambda runs: _spread([_last_loss(run) for run in runs])),
         ("ms a step, median", lambda runs: _spread([_median_ms(run) for run in runs])),
         ("ms a step, mean", lambda runs: _spread([_mean_ms(run) for run in runs])),
         ("steps", lambda runs: _spread([real(run.last.get("step")) for run in runs])),
@@ -153,13 +157,20 @@ def _table(columns: Sequence[tuple[str, Sequence[Run]]], target: Target | None) 
         ("training time, s", lambda runs: _spread([real(run.last.get("seconds")) for run in runs])),
     ]
     if target is not None:
-        measures[4:4] = [
+        measures[5:5] = [
             (f"epochs to {target.words}", lambda runs: _to_target(runs, target, "epoch")),
             (f"seconds to {target.words}", lambda runs: _to_target(runs, target, "seconds")),
         ]
     rows = [[name, *(of(runs) for _, runs in columns)] for name, of in measures]
     shown = [row for row in rows if any(cell != DASH for cell in row[1:])]
     return table(["", *(name for name, _ in columns)], shown, class_="result")
+
+
+def _last_loss(run: Run) -> float | None:
+    """Return the mean training loss of the end of a run that was not tested."""
+    lines = run.steps[-max(1, len(run.steps) // TAIL) :] if not run.tests else []
+    known = [value for value in column(lines, "loss") if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _median_ms(run: Run) -> float | None:
