@@ -140,9 +140,8 @@ def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_s
     session = job.recipe.begin(model, train_set, hyper, place)
     network = model
     if place.world_size > 1:
-        # DDP cuts its buckets anew after its first step, unless it looks for unused parameters; of three ranks and
-        # more, sums depend on where a gradient lies in its bucket, and a run that goes on would not be the same.
-        network = nn.parallel.DistributedDataParallel(model, find_unused_parameters=place.world_size > 2)
+        network = nn.parallel.DistributedDataParallel(model)
+        _settle(network, job, session, train_set, place)
     optimizer = optimizer_of(hyper, model)
     kfac = None
     if job.kfac is not None:
@@ -151,6 +150,22 @@ def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_s
         kfac = dkfac.KFAC(network, optimizer, **{**told, **job.recipe.settings(hyper), **job.kfac})
     num_steps = math.ceil(hyper.epochs * len(train_set) / hyper.batch)
     return Run(job, place, model, network, optimizer, kfac, session, train_set, test_set, num_steps, log)
+
+
+def _settle(
+    network: nn.Module, job: Job, session: Session, train_set: Examples, place: dkfac.distributed.Place
+) -> None:
+    """Let DDP cut its buckets anew, as it does after its first backward pass, before a step counts.
+
+    Of three ranks and more, sums depend on where a gradient lies in its bucket: else the first step of a run that goes
+    on would not be what it was.
+    """
+    x, y = (t.to(place.device) for t in train_set.get(torch.arange(min(2, len(train_set))), seed=None))
+    x, y = session.prepare(x, y, None)
+    network.eval()  # in which nothing but gradients changes
+    job.recipe.loss(network(x).float(), y).backward()  # type: ignore[no-untyped-call]
+    network.train()
+    network.zero_grad()
 
 
 def _about(run: Run) -> dict[str, Any]:
