@@ -101,7 +101,7 @@ def spoiled(rank, folder, with_kfac):
     """Train on two ranks, of which one meets a loss that is not a number; there is one picture to be judged by."""
     place = dkfac.distributed.Place(rank, 2, torch.device("cpu"))
     one = job("digits-cnn", f"{folder}/{with_kfac}", max_steps=8, kfac=QUIET if with_kfac else None)
-    count = iter(range(1, 100))
+    count = iter(range(100))  # a pass that does not count comes first
 
     def load(path, hyper):
         train_set, test_set = one.recipe.load(path, hyper)
