@@ -10,29 +10,15 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from transformer_study import Task, add_arguments, initialise, study
+from transformer_study import Task, add_arguments, study
 
-from dkfac.recipes.char_gpt import Block
+from dkfac.recipes.char_gpt import GPT
 
 SIZES = {
     "tiny": {"layers": 2, "width": 64, "heads": 4, "context": 64, "batch": 16, "steps": 500},
     "small": {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 64, "steps": 2000},
     "medium": {"layers": 8, "width": 512, "heads": 8, "context": 256, "batch": 64, "steps": 2000},
 }
-
-
-class GPT(nn.Module):
-    def __init__(self, vocabulary: int, size: dict) -> None:
-        super().__init__()
-        width = size["width"]
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(size["context"], width)
-        self.blocks = nn.Sequential(*(Block(width, size["heads"], causal=True) for _ in range(size["layers"])))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        initialise(self, size["layers"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        return self.head(self.norm(self.blocks(self.tokens(x) + self.places(places))))
 
 
 class Characters(Task):
@@ -43,7 +29,7 @@ class Characters(Task):
         self.texts = [text.to(device) for text in data[:2]]
 
     def model(self) -> nn.Module:
-        return GPT(self.data[2], self.size)
+        return GPT(self.data[2], *(self.size[name] for name in ("context", "layers", "width", "heads")))
 
     def batch(self, generator: torch.Generator, *, held: bool = False) -> tuple[Tensor, Tensor]:
         text, context = self.texts[held], self.size["context"]

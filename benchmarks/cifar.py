@@ -14,9 +14,9 @@ import tarfile
 import time
 
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from environment import write
+from machine import Machine
 from torch import nn
 
 import dkfac
@@ -102,12 +102,16 @@ def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     return float(hits) / len(y)
 
 
-def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
+def begin(config: dict, data: dict[str, torch.Tensor], device: str) -> tuple:
+    """Return a run's generator, the data on the device, and which pictures are held out and trained on."""
     torch.manual_seed(config["seed"])
     generator = torch.Generator(device).manual_seed(config["seed"])
-    data = {name: t.to(device) for name, t in data.items()}
-    order = torch.randperm(len(data["train_y"]), generator=torch.Generator().manual_seed(0))
-    held, used = order[:5000].to(device), order[5000:].to(device)
+    order = torch.randperm(len(data["train_y"]), generator=torch.Generator().manual_seed(0)).to(device)
+    return generator, {name: t.to(device) for name, t in data.items()}, order[:5000], order[5000:]
+
+
+def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
+    generator, data, held, used = begin(config, data, device)
     model = resnet32().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
     kfac = None
@@ -121,7 +125,7 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
         optimizer, lambda step: (step + 1) / warm if step < warm else max(0.0, (total - step) / (total - warm))
     )
     curve = []
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(epochs):
         shuffled = used[torch.randperm(len(used), generator=generator, device=device)]
         for chunk in shuffled.split(batch)[:per_epoch]:
@@ -138,7 +142,7 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
         "validation": curve[-1],
         "test": accuracy(model, data["test_x"], data["test_y"]),
         "curve": curve,
-        "seconds": time.perf_counter() - begin,
+        "seconds": time.perf_counter() - start,
         "metrics": {} if kfac is None else kfac.metrics(),
     }
 
@@ -169,15 +173,6 @@ def study(seeds: int) -> list[dict]:
     return [{**defaults, **run, "seed": seed} for seed in range(seeds) for run in runs]
 
 
-def worker(queue, results, data, device: str) -> None:
-    torch.set_num_threads(1)
-    while (config := queue.get()) is not None:
-        try:
-            results.put(train(config, data, device))
-        except Exception as error:
-            results.put({"config": config, "error": f"{type(error).__name__}: {error}"})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("archive")
@@ -187,36 +182,18 @@ def main() -> None:
     parser.add_argument("--configs", help="a JSON list of runs instead of the built-in study")
     parser.add_argument("--out", default="benchmarks/results/cifar_resnet32.json")
     args = parser.parse_args()
-    begin = time.perf_counter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     data = {name: t.contiguous().share_memory_() for name, t in read_archive(args.archive).items()}
     configs = study(args.seeds)
     if args.configs:
         defaults = {"epochs": 12, "lr": 0.8, "batch": 1024, "kfac": None}
         given = json.loads(args.configs)
         configs = [{**defaults, **run, "seed": seed} for seed in range(args.seeds) for run in given]
-    context = mp.get_context("spawn")
-    queue, results = context.Queue(), context.Queue()
-    for config in configs:
-        queue.put(config)
-    processes = [context.Process(target=worker, args=(queue, results, data, device)) for _ in range(args.workers)]
-    for process in processes:
-        queue.put(None)
-        process.start()
-    done: list[dict] = []
-    while len(done) < len(configs) and time.perf_counter() - begin < args.seconds:
-        try:
-            done.append(results.get(timeout=5))
-        except Exception:
-            if not any(process.is_alive() for process in processes):
-                break
-            continue
-        run = done[-1]
-        figures = f"{run['validation']:.4f} {run['test']:.4f} {run['seconds']:.0f}s" if "test" in run else run["error"]
-        print(run["config"]["label"], run["config"]["lr"], run["config"]["seed"], figures, flush=True)
-    for process in processes:
-        process.terminate()
-    write(args.out, {"finished": len(done), "asked": len(configs), "runs": done})
+    machine = Machine(data, train, args.workers, args.seconds)
+    try:
+        machine.run(configs)
+    finally:
+        machine.close()
+    write(args.out, {"finished": len(machine.runs), "asked": len(configs), "runs": machine.runs})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pathlib
 import statistics
 import time
 
+import cifar
 import torch
 import torch.nn.functional as F
 from cifar import accuracy, augment, normalise, read_archive
@@ -99,11 +100,7 @@ def wait(device: str) -> None:
 
 def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
     """Train by a config; with ``most`` only so many steps, for their time."""
-    torch.manual_seed(config["seed"])
-    generator = torch.Generator(device).manual_seed(config["seed"])
-    data = {name: t.to(device) for name, t in data.items()}
-    order = torch.randperm(len(data["train_y"]), generator=torch.Generator().manual_seed(0))
-    held, used = order[:5000].to(device), order[5000:].to(device)
+    generator, data, held, used = cifar.begin(config, data, device)
     model, optimizers, step, kfac = make(config, device)
     batch = config["batch"]
     per_epoch = len(used) // batch

@@ -10,9 +10,9 @@ import sys
 import torch
 from cifar import augment, normalise, read_archive
 from torch import Tensor, nn
-from transformer_study import Task, add_arguments, initialise, study
+from transformer_study import Task, add_arguments, study
 
-from dkfac.recipes.char_gpt import Block
+from dkfac.recipes.char_gpt import Block, initialise
 
 SIZES = {
     "tiny": {"layers": 2, "width": 32, "heads": 2, "patch": 8, "batch": 32, "steps": 60},

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 
+import cifar
 import torch
 import torch.nn.functional as F
 from cifar import accuracy, augment, normalise, read_archive
@@ -47,11 +48,7 @@ def kfac_of(batch: int, **more) -> dict:
 
 
 def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
-    torch.manual_seed(config["seed"])
-    generator = torch.Generator(device).manual_seed(config["seed"])
-    data = {name: t.to(device) for name, t in data.items()}
-    order = torch.randperm(len(data["train_y"]), generator=torch.Generator().manual_seed(0))
-    held, used = order[:5000].to(device), order[5000:].to(device)
+    generator, data, held, used = cifar.begin(config, data, device)
     model = cifar_resnet(20).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
     kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, announce=False, **config["kfac"])

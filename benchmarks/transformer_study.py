@@ -35,16 +35,6 @@ WARMUP = 0.2
 """Of the steps. All of them do better than with a twentieth, AdamW by most."""
 
 
-def initialise(model: nn.Module, layers: int) -> None:
-    """As GPT-2 does."""
-    for name, p in model.named_parameters():
-        if p.ndim == 2:
-            deep = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
-        elif name.endswith("bias"):
-            nn.init.zeros_(p)
-
-
 class Task:
     """What is learned: subclasses bring a model, batches and the data."""
 

@@ -37,18 +37,23 @@ class Block(nn.Module):
         return x + deep
 
 
+def initialise(model: nn.Module, layers: int) -> None:
+    """As GPT-2 does."""
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            deep = name.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+
+
 class GPT(nn.Module):
     def __init__(self, num_kinds: int, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(num_kinds, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads, causal=True) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_kinds, bias=False)
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                deep = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        initialise(self, layers)
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)
