@@ -4,8 +4,8 @@
 5,000 held-out training images, seed 0, and the best is run with further seeds; K-FAC also in 60% of the steps. 30
 epochs, linear warm-up over a fifth and linear decay, label smoothing 0.1, weight decay 5e-4, Nesterov momentum 0.9, the
 same augmentation.
-``--study staleness``: at batch 1,024 fixed intervals against intervals that follow the factors; refreshes are counted
-by factor. Several runs share a GPU as processes, so times are not comparable.
+``--study staleness``: at batch 1,024, or with ``--batches 4096`` at that, fixed intervals against intervals that follow
+the factors; refreshes are counted by factor. Several runs share a GPU as processes, so times are not comparable.
 """
 
 import argparse
@@ -29,7 +29,7 @@ RATES = {
     256: (0.1, 0.2, 0.3, 0.4, 0.6, 0.8),
     1024: (0.2, 0.4, 0.8, 1.2, 1.6, 2.4),
     4096: (0.4, 0.8, 1.2, 1.6, 2.4, 3.2),
-    8192: (0.4, 0.8, 1.2, 1.6, 2.4, 3.2),
+    8192: (0.1, 0.2, 0.4, 0.8, 1.2, 1.6),
 }
 DAMPINGS = (3e-4, 3e-3)
 RHYTHM = {256: (4, 40), 1024: (1, 10), 4096: (1, 4), 8192: (1, 2)}
@@ -81,35 +81,60 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
         "seconds": time.perf_counter() - begin,
         "refreshed_factors": report.get("refreshed_factors"),
         "refreshes": None if kfac is None else kfac.metrics()["refreshes"],
-        "interval_history": report.get("interval_history") if config["seed"] == 0 else None,
+        "intervals": intervals(report.get("interval_history", [])) if config["seed"] == 0 else {},
     }
 
 
-def batches(machine: Machine, sizes: list[int], seeds: int) -> dict:
-    grid = []
-    for batch in sizes:
-        base = {"batch": batch, "epochs": EPOCHS, "seed": 0}
-        grid += [base | {"label": "sgd", "lr": lr, "kfac": None} for lr in RATES[batch]]
-        grid += [
-            base | {"label": "kfac", "lr": lr, "kfac": kfac_of(batch, damping=damping)}
-            for lr in RATES[batch][1::2]
-            for damping in DAMPINGS
-        ]
-    if not machine.run(grid):
+def intervals(history: list[dict]) -> dict[str, str]:
+    """Return the intervals that each factor was given, as "step:interval step:interval ..."."""
+    found: dict[str, list[str]] = {}
+    for entry in history:
+        found.setdefault(f"{entry['layer']} {entry['factor']}", []).append(f"{entry['step']}:{entry['interval']}")
+    return {name: " ".join(given) for name, given in found.items()}
+
+
+def grid(batch: int) -> list[dict]:
+    base = {"batch": batch, "epochs": EPOCHS, "seed": 0}
+    found = [base | {"label": "sgd", "lr": lr, "kfac": None} for lr in RATES[batch]]
+    return found + [
+        base | {"label": "kfac", "lr": lr, "kfac": kfac_of(batch, damping=damping)}
+        for lr in RATES[batch][1::2]
+        for damping in DAMPINGS
+    ]
+
+
+def best(runs: list[dict], batch: int) -> dict[str, dict]:
+    """Return the configs that did best on validation images, once all of a grid have been run."""
+    found: dict[str, dict] = {}
+    wanted = grid(batch)
+    tried = [run for run in runs if run["config"] in wanted]
+    if len(tried) < len(wanted):
         return {}
-    done, further, best = machine.runs, [], {}
-    for batch in sizes:
-        for label in ("sgd", "kfac"):
-            tried = [r for r in done if r["config"]["batch"] == batch and r["config"]["label"] == label and "test" in r]
-            if not tried:
-                continue
-            chosen = best[f"{label} {batch}"] = max(tried, key=lambda r: r["validation"])["config"]
-            further += [chosen | {"seed": seed} for seed in range(1, seeds)]
-            if label == "kfac":
-                short = chosen | {"epochs": 0.6 * EPOCHS, "label": "kfac 60%"}
-                further += [short | {"seed": seed} for seed in range(seeds)]
-    machine.run(further)
-    return best
+    for label in ("sgd", "kfac"):
+        done = [run for run in tried if run["config"]["label"] == label and "test" in run]
+        if done:
+            found[f"{label} {batch}"] = max(done, key=lambda run: run["validation"])["config"]
+    return found
+
+
+def further(chosen: dict[str, dict], seeds: int) -> list[dict]:
+    """Return the best with more seeds, K-FAC's in 60% of the steps too; those that take longest first."""
+    found = []
+    for config in sorted(chosen.values(), key=lambda config: config["kfac"] is None):
+        found += [config | {"seed": seed} for seed in range(1, seeds)]
+        if config["kfac"]:
+            short = config | {"epochs": 0.6 * EPOCHS, "label": "kfac 60%"}
+            found += [short | {"seed": seed} for seed in range(seeds)]
+    return found
+
+
+def batches(machine: Machine, sizes: list[int], seeds: int) -> dict:
+    tuned = [more for batch in sizes for more in further(best(machine.runs, batch), seeds)]
+    if not machine.run(tuned + [config for batch in sizes for config in grid(batch)]):
+        return {}
+    chosen = {name: config for batch in sizes for name, config in best(machine.runs, batch).items()}
+    machine.run(further(chosen, seeds))
+    return chosen
 
 
 def summary(done: list[dict], best: dict) -> dict:
@@ -132,10 +157,11 @@ def summary(done: list[dict], best: dict) -> dict:
     return found
 
 
-def staleness(machine: Machine, seeds: int) -> dict:
+def staleness(machine: Machine, batch: int, seeds: int) -> dict:
     """Fixed intervals, at which factors are measured and decomposed alike, against those that follow the factors."""
-    base = {"batch": 1024, "epochs": 20, "lr": 0.8}
-    own = {"damping": 1e-3, "solver": "cholesky", "warmup_refresh": None}
+    epochs, lr, damping = {1024: (20, 0.8, 1e-3), 4096: (30, 1.6, 3e-4)}[batch]
+    base = {"batch": batch, "epochs": epochs, "lr": lr}
+    own = {"damping": damping, "solver": "cholesky", "warmup_refresh": None}
     kinds = {f"fixed {n}": {"factor_interval": n, "inverse_interval": n, **own} for n in (1, 4, 10, 25, 60)}
     for how, threshold in (("change", 0.1), ("change", 0.2), ("change", 0.4), ("basis", 0.1), ("basis", 0.2)):
         more = {"staleness": how, "staleness_threshold": threshold, **own}
@@ -173,10 +199,11 @@ def main() -> None:
     machine = Machine(data, train, given.workers, given.seconds, known_runs(given.out))
     try:
         if given.study == "batches":
-            best = batches(machine, json.loads(f"[{given.batches}]"), given.seeds)
-            table = summary(machine.runs, best)
+            chosen = batches(machine, json.loads(f"[{given.batches}]"), given.seeds)
+            table = summary(machine.runs, chosen)
         else:
-            table = staleness(machine, given.seeds)
+            sizes = json.loads(f"[{given.batches}]")
+            table = staleness(machine, sizes[0] if len(sizes) == 1 else 1024, given.seeds)
     finally:
         machine.close()
     write(given.out, {"table": table, "runs": machine.runs})
