@@ -61,7 +61,7 @@ def cut(stacks: list[Stack], num_slices: int) -> list[list[Part]]:
 def _cost(stack: Stack) -> tuple[float, float]:
     """Return about how many milliseconds it takes on a GPU to begin with a stack, and for each of its layers."""
     dense = [factor for factor in stack.layers[0].spec.factors if factor.form == "dense"]
-    begin = sum(0.4 * math.ceil(factor.dim / decompose.LEAF) for factor in dense)
+    begin = sum(0.4 * math.ceil(max(factor.widths) / decompose.LEAF) for factor in dense)
     return 0.05 + begin, sum(8e-11 * f.num_blocks * width**3 for f in dense for width in f.widths) + 1e-3
 
 
@@ -270,13 +270,14 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
     gathered = _mean_in_basis(stack, states, begin, end, olds) if carries and runner.is_adam else None
     for key, factor in factors.items():
         old = _part(joined[key], here, factor.shape)
-        new, sound = _decompose_pieces(
+        new, sound = decompose.renewed(
             factor, old, shifts[key], stages.pieces(stack.layers[0], key, settings, runner.step)
         )
         for name, target in old.tensors().items():
             chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name].to(target.dtype), target)
             if name == "vectors" and runner.is_adam:
-                rotations[key] = chosen.to(factor.dtype).mT @ target.to(factor.dtype)
+                with tf32(settings.tf32, stack.device):
+                    rotations[key] = chosen.to(factor.dtype).mT @ target.to(factor.dtype)
             target.copy_(chosen)
         good[key] = sound.view(-1, blocks).all(1)
     if settings.tf32 and not runner.is_adam:
@@ -287,8 +288,9 @@ def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tens
         values, weights = stack.moments(states, "moments")
         bare, squares = values[here, :down, :across], {key: rotation.square() for key, rotation in rotations.items()}
         weight = weights[begin:end].repeat_interleave(blocks)[:, None, None]
-        mean = _turn(stack, gathered, rotations).square() * weight
-        bare.copy_(stages.carried(bare, mean, lambda values: _turn(stack, values, squares)))
+        with tf32(settings.tf32, stack.device):
+            mean = _turn(stack, gathered, rotations).square() * weight
+            bare.copy_(stages.carried(bare, mean, lambda values: _turn(stack, values, squares)))
     return good
 
 
@@ -319,28 +321,3 @@ def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decompositio
     size = slice(shape[-1])
     parts = {name: t[(here, *[size] * (t.ndim - 1))] for name, t in joined.tensors().items()}
     return decompose.from_tensors(parts)
-
-
-def _decompose_pieces(
-    factor: Tensor, old: Decomposition, shift: Tensor, pieces: tuple[int, ...]
-) -> tuple[Decomposition, Tensor]:
-    """Return ``_decompose`` of a factor's diagonal blocks as one of the whole."""
-    if len(pieces) < 2:
-        return _decompose(factor, old, shift)
-    each = [_decompose(factor[:, here, here], decompose.piece(old, here), shift) for here in decompose.places(pieces)]
-    return decompose.join([part for part, _ in each]), torch.stack([good for _, good in each]).all(0)
-
-
-def _decompose(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:
-    """Return a new decomposition and which of its blocks are sound, ``[B]``."""
-    if isinstance(old, Inverse):
-        if factor.ndim == 2:
-            inverse = (factor + shift[:, None]).reciprocal()
-            return Inverse(inverse), torch.isfinite(inverse).all(-1)
-        damped = decompose.symmetric(factor)
-        damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
-        matrix, sound = decompose.inverse_by_blocks(damped)
-        return Inverse(matrix), sound
-    found = decompose.warm_step(factor, old)
-    sound = torch.isfinite(found.values).all(-1)
-    return found, sound if found.vectors is None else sound & decompose.orthonormal(found.vectors)

@@ -829,14 +829,14 @@ def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
 
 
 def test_a_basis_that_fails_in_place_leaves_moments_where_they_are(monkeypatch):
-    real, calls = renew._decompose, []
+    real, calls = decompose._renewed, []
 
     def sometimes(factor, old, shift):
         new, sound = real(factor, old, shift)
         calls.append(len(sound))
         return (new, sound & False) if len(calls) % 2 else (new, sound)
 
-    monkeypatch.setattr(renew, "_decompose", sometimes)
+    monkeypatch.setattr(decompose, "_renewed", sometimes)
     monkeypatch.setattr(renew, "_repair", lambda *_: None)
     model, optimizer, kfac = deep()
     train(model, optimizer, 0, STEPS)

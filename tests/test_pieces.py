@@ -8,6 +8,7 @@ from helpers_ranks import on_threads
 
 from dkfac import KFAC
 from dkfac.layers.find import find_layers
+from dkfac.ops import decompose
 from dkfac.ops.decompose import Eigen, join, piece, places
 from dkfac.plan.costs import Costs
 from dkfac.plan.make import Choices, make_plan
@@ -150,3 +151,25 @@ def test_a_run_resumes_across_the_end_of_the_warm_up():
             optimizer.step()
         saved = (model.state_dict(), optimizer.state_dict(), kfac.state_dict())
     assert_same(weights_of(model), straight, 0.0)
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "warm-eigen"])
+def test_pieces_of_one_size_are_renewed_together_as_each_would_be_alone(solver):
+    pieces, blocks = (5, 4, 5, 4, 4), 3
+    rows = torch.randn(blocks, 80, sum(pieces), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factor, shift = rows.mT @ rows / 80, torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    where = decompose.places(pieces)
+    start = [
+        decompose.Inverse(factor[:, w, w]) if solver == "cholesky" else decompose.eigen(factor[:, w, w] * 1.0)
+        for w in where
+    ]
+    later = factor + 0.1 * torch.eye(sum(pieces), dtype=torch.float64).flip(0)[None]
+    found, sound = decompose.renewed(later, decompose.join(start), shift, pieces)
+    assert bool(sound.all())
+    for w, old in zip(where, start, strict=True):
+        alone, _ = decompose.renewed(later[:, w, w], old, shift, ())
+        for name, tensor in decompose.piece(found, w).tensors().items():
+            torch.testing.assert_close(tensor, alone.tensors()[name], rtol=1e-9, atol=1e-12)
+    later[1, 6, 6] = torch.nan  # in the second piece of the second block
+    _, sound = decompose.renewed(later, decompose.join(start), shift, pieces)
+    assert sound.tolist() == [True, False, True]

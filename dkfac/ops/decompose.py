@@ -71,7 +71,7 @@ def warm_step(factor: Tensor, old: Eigen) -> Eigen:
     factor = symmetric(factor)
     image = _image(factor, _largest_first(old))
     rough = _cholesky_qr(image, shift=10 * torch.finfo(image.dtype).eps * image.shape[-1])
-    return _with_values(factor, _cholesky_qr(_cholesky_qr(rough)))
+    return _with_values(factor, _polished(_cholesky_qr(rough)))
 
 
 FLOOR = 200.0
@@ -165,6 +165,41 @@ def _square(root: Tensor, out: Tensor) -> None:
     out[:, :half, half:] = out[:, half:, :half].mT
 
 
+def renewed(factor: Tensor, old: Decomposition, shift: Tensor, pieces: tuple[int, ...]) -> tuple[Decomposition, Tensor]:
+    """Return a new decomposition from an old one, and which of its blocks are sound, ``[B]``; waits for nothing.
+
+    ``pieces``: sizes of diagonal blocks that are decomposed apart, those of one size together.
+    """
+    if len(pieces) < 2:
+        return _renewed(factor, old, shift)
+    found: dict[int, Decomposition] = {}
+    where, flags = places(pieces), []
+    for size in dict.fromkeys(pieces):
+        which = [i for i, other in enumerate(pieces) if other == size]
+        factors = torch.cat([factor[:, where[i], where[i]] for i in which])
+        olds = [piece(old, where[i]).tensors() for i in which]
+        together = from_tensors({name: torch.cat([part[name] for part in olds]) for name in olds[0]})
+        new, good = _renewed(factors, together, shift.repeat(len(which)))
+        flags.append(good.view(len(which), -1).all(0))
+        parts = {name: t.chunk(len(which)) for name, t in new.tensors().items()}
+        found |= {i: from_tensors({name: t[n] for name, t in parts.items()}) for n, i in enumerate(which)}
+    return join([found[i] for i in range(len(pieces))]), torch.stack(flags).all(0)
+
+
+def _renewed(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:
+    if isinstance(old, Inverse):
+        if factor.ndim == 2:
+            inverse = (factor + shift[:, None]).reciprocal()
+            return Inverse(inverse), torch.isfinite(inverse).all(-1)
+        damped = symmetric(factor)
+        damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+        matrix, sound = inverse_by_blocks(damped)
+        return Inverse(matrix), sound
+    found = warm_step(factor, old)
+    sound = torch.isfinite(found.values).all(-1)
+    return found, sound if found.vectors is None else sound & orthonormal(found.vectors)
+
+
 def places(pieces: tuple[int, ...]) -> list[slice]:
     """Return where diagonal blocks of these sizes lie."""
     ends = list(itertools.accumulate(pieces))
@@ -242,6 +277,13 @@ def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
     lower, _ = torch.linalg.cholesky_ex(gram)
     solved: Tensor = torch.linalg.solve_triangular(lower.mT, image, upper=True, left=False)
     return solved
+
+
+def _polished(basis: Tensor) -> Tensor:
+    """Return columns orthonormal to rounding that were so to a hundredth (Newton and Schulz; products alone)."""
+    deviation = basis.mT @ basis
+    deviation.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return torch.baddbmm(basis, basis, deviation, alpha=-0.5)
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> Decomposition:

@@ -1,0 +1,128 @@
+"""Why does a GPT's loss jump when the learning rate peaks, with Adam in the eigenbasis? Variants of the step, tried.
+
+The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps``), no tuning, one seed: to see which
+changes matter. ``limit``: how updates are held back, by layer: ``rms`` their root mean square to at most so much,
+``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much.
+``groups``: other learning rates by parts of names. Runs share the GPU.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import char_gpt
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import transformer_study
+from environment import write
+from torch import Tensor
+
+from dkfac import adam
+
+BASE = {"solver": "warm-eigen", "cuda_graph": True, "tf32": True, "statistics_fraction": 0.25}
+
+
+def rhythm(factors: int, inverses: int, **more) -> dict:
+    return BASE | {"factor_interval": factors, "inverse_interval": inverses, "spread_refresh": inverses, **more}
+
+
+SPLIT = rhythm(1, 5, split_dim=400)
+REST = {"tokens": 3e-3, "places": 3e-3, "head": 3e-3, "norm": 3e-3}
+STUDY: list[dict] = [
+    *({"lr": lr, "options": SPLIT, "steps": 250} for lr in (0.006, 0.012, 0.024)),
+    *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["rms", c]} for c in (0.03, 0.05, 0.1)),
+    {"lr": 0.024, "options": SPLIT, "steps": 250, "limit": ["rms", 0.05]},
+    *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["spectral", c]} for c in (0.03, 0.06, 0.12)),
+    {"lr": 0.024, "options": SPLIT, "steps": 250, "limit": ["spectral", 0.06]},
+    {"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["spectral", 0.06], "groups": REST},
+    {"lr": 0.012, "options": rhythm(1, 5), "steps": 250, "limit": ["rms", 0.05]},
+    {"lr": 0.012, "options": rhythm(2, 10, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
+    {"lr": 0.012, "options": rhythm(1, 2, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
+    {"lr": 0.012, "options": SPLIT, "limit": ["rms", 0.05]},
+    {"lr": 0.012, "options": SPLIT, "limit": ["spectral", 0.06]},
+    {"optimizer": "muon", "lr": 0.04, "steps": 250},
+]
+
+
+def limited(how: str, most: float, rate: dict[str, Tensor]):
+    """Return Adam's update in the eigenbasis, held back."""
+    whole = adam.directions
+
+    def directions(stack, *given) -> Tensor:
+        update = whole(stack, *given)
+        if how == "spectral":
+            largest = update.square().sum(-1).argmax(-1)[:, None, None].expand(-1, 1, update.shape[-1])
+            x = update.gather(1, largest).mT
+            for _ in range(4):
+                x = F.normalize(update.mT @ (update @ x), dim=1)
+            length = (update @ x).norm(dim=1, keepdim=True) * rate["lr"]
+        else:
+            down, across = stack.sizes
+            length = update.square().sum((-2, -1), keepdim=True).div(down * across).sqrt()
+        return update * (most / (length.clamp(min=1e-12) if how == "norm" else length.clamp(min=most)))
+
+    return directions
+
+
+def train(config: dict, data, device: str) -> dict:
+    size = char_gpt.SIZES["small"] | {"steps": config.get("steps", 500)}
+    task = char_gpt.Characters(data, size, device)
+    torch.manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
+    model, steps, lr = task.model().to(device), size["steps"], config["lr"]
+    name, rates, parameters = config.get("optimizer", "adam-eigen"), config.get("groups", {}), model.named_parameters()
+    used = transformer_study.optimizers(name, model, lr, {})
+    if name == "adam-eigen":
+        groups = [{"params": [p], "lr": next((r for part, r in rates.items() if part in n), lr)} for n, p in parameters]
+        used = [torch.optim.AdamW(groups, betas=tuple(config.get("betas", (0.9, 0.95))), weight_decay=0.01)]
+    rate, before = {"lr": torch.zeros((), device=device)}, adam.directions
+    if "limit" in config:
+        adam.directions = limited(*config["limit"], rate)
+    transformer_study.attach({"optimizer": name, "options": config.get("options", {})}, task, model, used[-1])
+    warm, losses, begin = round(steps * transformer_study.WARMUP), [], time.perf_counter()
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / warm) * max(0.0, 1 - t / steps)) for o in used
+    ]
+    for step in range(config.get("most", steps)):
+        rate["lr"].fill_(lr * min(1.0, (step + 1) / warm) * max(0.0, 1 - step / steps))
+        x, y = task.batch(generator)
+        for o in used:
+            o.zero_grad()
+        loss = task.loss(model, x, y)
+        loss.backward()
+        losses.append(loss.detach())
+        for o, schedule in zip(used, schedules, strict=True):
+            o.step()
+            schedule.step()
+    adam.directions = before
+    told = " ".join(f"{float(loss):.3f}" for loss in losses)
+    return {"config": config, "final": task.validate(model), "losses": told, "seconds": time.perf_counter() - begin}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", help="JSON list instead of the built-in one")
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=500, help="what is not done by then is left out")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    configs = json.loads(args.configs) if args.configs else STUDY
+    data, runs, end = char_gpt.read_text(4_000_000), [], time.perf_counter() + args.seconds
+    with mp.get_context("spawn").Pool(args.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        jobs = [pool.apply_async(train, (config, data, device)) for config in configs]
+        for config, job in zip(configs, jobs, strict=True):
+            try:
+                run = job.get(timeout=max(1.0, end - time.perf_counter()))
+            except mp.TimeoutError:
+                continue
+            curve = [float(x) for x in run["losses"].split()][::25]
+            print(f"{run['final']:.4f} {json.dumps(config)} {' '.join(f'{x:.2f}' for x in curve)}", flush=True)
+            runs.append(run)
+            write(args.out, {"runs": runs})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
