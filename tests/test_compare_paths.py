@@ -20,7 +20,7 @@ import torch._dynamo  # the first optimizer would import it, in each rank anew
 import torch.distributed as dist
 from helpers_ranks import on_processes
 
-from dkfac.cli import script
+from dkfac.cli import recording, script
 from dkfac.cli.main import main
 from dkfac.recipes import training
 from dkfac.recipes.folder import entries
@@ -148,6 +148,12 @@ SCRIPTS = {
     "for step in range(30):\n    optimizer.step(loss)\n",
     "exit": "raise SystemExit(3)",
     "nan": BUILT.format(lr="float('nan')") + LOOP,
+    "plain": BUILT.format(lr=0.1) + LOOP,
+    "scaled": BUILT.format(lr=0.1)
+    + "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\n"
+    + LOOP.replace("    model(", "    scaler.scale(model(")
+    .replace(".mean().backward()", ".mean()).backward()")
+    .replace("optimizer.step()", "scaler.step(optimizer)\n    scaler.update()"),
 }
 
 
@@ -171,7 +177,7 @@ def recorded(place):
     task = {"script": str(place / "train.py"), "arguments": [], "options": {}, "target": None, "steps": 20, "seed": 0,
             "name": "first-order", "folder": str(place)}  # fmt: skip
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        status = script.record(task)
+        status = recording.record(task)
     return status, said.getvalue(), [p["loss"] for p in lines(place, "step")]
 
 
@@ -210,6 +216,12 @@ def test_what_keeps_a_script_from_being_compared_is_said_before_its_first_step(p
 def test_a_script_that_fails_is_said_with_its_status_and_the_run(processes):
     said = "dkfac compare: the script ended with status 3 in the run without K-FAC, see above\n"
     assert processes["exit"] == (1, said, [])
+
+
+def test_a_grad_scalers_factor_is_not_part_of_the_loss(processes):
+    (status, said, losses), (_, _, plain) = processes["scaled"], processes["plain"]
+    assert (status, said, len(losses)) == (0, "", 20)
+    assert losses == pytest.approx(plain, rel=1e-4)
 
 
 def test_a_first_order_that_diverges_is_not_called_a_failure_of_kfac(processes):

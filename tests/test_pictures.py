@@ -15,7 +15,7 @@ from helpers_pictures import write_folder
 from PIL import Image
 from torch import nn
 
-from dkfac.recipes import readers
+from dkfac.recipes import pictures as images
 from dkfac.recipes.loading import ahead, micro_batches, normalised, steps
 from dkfac.recipes.readers import Pictures, read
 from dkfac.recipes.resnet import cifar_resnet, resnet
@@ -68,10 +68,10 @@ def test_large_pictures_are_cut_when_they_are_loaded(tmp_path):
 
 def test_parts_lie_inside(tmp_path):
     for seed in range(300):
-        left, top, right, bottom = readers._part(100, 60, seed)
+        left, top, right, bottom = images._part(100, 60, seed)
         assert 0 <= left < right <= 100
         assert 0 <= top < bottom <= 60
-    areas = [(r - x) * (b - t) / 6000 for x, t, r, b in (readers._part(100, 60, seed) for seed in range(300))]
+    areas = [(r - x) * (b - t) / 6000 for x, t, r, b in (images._part(100, 60, seed) for seed in range(300))]
     assert min(areas) < 0.15
     assert max(areas) > 0.7
 
@@ -220,6 +220,6 @@ def test_resnets_for_small_pictures():
 def test_pictures_come_as_bytes_from_memory():
     buffer = io.BytesIO()
     Image.new("RGB", (100, 80), (9, 200, 30)).save(buffer, "png")
-    pictures = Pictures(torch.tensor([0]), ("a",), sources=(readers.Member("a.png", buffer.getvalue()),), size=24)
+    pictures = Pictures(torch.tensor([0]), ("a",), sources=(images.Member("a.png", buffer.getvalue()),), size=24)
     found, _ = pictures.get(torch.tensor([0]), seed=None)
     assert found[0, :, 5, 5].tolist() == [9, 200, 30]
