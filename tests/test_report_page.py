@@ -362,6 +362,8 @@ def test_the_command_writes_the_page_of_folders_and_folders_of_them(runs, tmp_pa
     assert command(runs, runs / "sgd", "-o", out) == 0
     assert re.match(rf"wrote {re.escape(str(out))}: 2 runs, \d+ kB", capsys.readouterr().out)
     assert out.read_text() == page([runs])[0]
+    assert command(runs.parent, "-o", out) == 0  # as `dkfac report runs/` after a comparison
+    assert f"wrote {out}: 2 runs" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_said_with_where_and_what_to_do(runs, tmp_path):

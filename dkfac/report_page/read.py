@@ -76,10 +76,10 @@ class Run:
 
 
 def find(given: Sequence[Path]) -> list[Path]:
-    """Return run folders, each once; a folder that is none but holds some stands for those."""
+    """Return run folders, each once; a folder that is none but holds some, however deep, stands for those."""
     found: dict[Path, Path] = {}
     for path in given:
-        inside = [path] if _is_run(path) else sorted(p for p in path.glob("*") if _is_run(p))
+        inside = [path] if _is_run(path) else sorted(p.parent for p in path.rglob("metrics.jsonl") if _is_run(p.parent))
         if not inside:
             what = "has no settings.json and metrics.jsonl" if path.is_dir() else "is no folder"
             raise ValueError(
