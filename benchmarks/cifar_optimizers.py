@@ -1,10 +1,11 @@
 """CIFAR-10, ResNet-32 and ResNet-18, batch 128 and 1,024: epochs and seconds to the accuracy that tuned SGD ends with.
 
-SGD, AdamW, Muon (AdamW for the rest) and K-FAC have ``GRID`` settings each, as many, tried on 5,000 held-out training
-images with seed 0 in three quarters of SGD's epochs. The best of each is then run with three seeds in all of SGD's
-epochs and in fractions of them, the schedule shortened (linear warm-up over a fifth, linear decay), the same data and
-augmentation, label smoothing 0.1. Those runs share the GPU, so what a step takes is measured apart (``--stage times``),
-one optimizer after the other, with the same settings. Called again with the same ``--out`` it goes on where it was.
+SGD, AdamW, Muon (AdamW for the rest), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis) have ``GRID``
+settings each, as many, tried on 5,000 held-out training images with seed 0 in three quarters of SGD's epochs. The best
+of each is then run with three seeds in all of SGD's epochs and in fractions of them, the schedule shortened (linear
+warm-up over a fifth, linear decay), the same data and augmentation, label smoothing 0.1. Those runs share the GPU, so
+what a step takes is measured apart (``--stage times``), one optimizer after the other, with the same settings. Called
+again with the same ``--out`` it goes on where it was.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from dkfac.recipes.resnet import cifar_resnet, resnet
 
 EPOCHS = 16
 FRACTIONS = {"sgd": (1.0, 0.75), "adamw": (1.0, 0.75), "muon": (1.0, 0.75), "kfac": (1.0, 0.75, 0.625)}
+FRACTIONS["adam-eigen"] = FRACTIONS["kfac"]
 GRID = {
     "sgd": {128: [{"lr": lr} for lr in (0.05, 0.1, 0.2, 0.4)], 1024: [{"lr": lr} for lr in (0.4, 0.8, 1.6, 2.4)]},
     "adamw": {
@@ -42,6 +44,7 @@ GRID = {
         1024: [{"lr": lr, "damping": d} for lr, d in itertools.product((0.8, 1.6), (1e-4, 1e-3))],
     },
 }
+GRID["adam-eigen"] = GRID["adamw"]
 FAST = {
     "factor_interval": 10,
     "inverse_interval": 100,
@@ -51,6 +54,14 @@ FAST = {
     "cuda_graph": True,
     "spread_refresh": 100,
 }
+EIGEN = FAST | {
+    "factor_interval": 4,
+    "inverse_interval": 20,
+    "solver": "warm-eigen",
+    "spread_refresh": 20,
+    "split_dim": 600,
+}
+KFAC = {"kfac": FAST, "adam-eigen": EIGEN}
 """K-FAC's settings besides the damping, in the runs and in the timing."""
 
 
@@ -84,12 +95,13 @@ def make(config: dict, device: str) -> tuple[nn.Module, list, object, dkfac.KFAC
     if config["optimizer"] == "muon":
         both = FlatMuon(model, lr, decay)
         return model, both.each, both.step, None
-    if config["optimizer"] == "adamw":
+    if config["optimizer"] in ("adamw", "adam-eigen"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=decay)
-    if config["optimizer"] == "kfac":
-        kfac = dkfac.KFAC(model, optimizer, announce=False, damping=config["damping"], **config["kfac"])
+    if "kfac" in config:
+        given = {"damping": config["damping"]} if "damping" in config else {}
+        kfac = dkfac.KFAC(model, optimizer, announce=False, **given, **config["kfac"])
     return model, [optimizer], optimizer.step, kfac
 
 
@@ -148,7 +160,7 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
 
 def tuning(network: int, batch: int, optimizer: str) -> list[dict]:
     base = {"network": network, "batch": batch, "optimizer": optimizer, "epochs": 0.75 * EPOCHS, "seed": 0}
-    base |= {"kfac": FAST} if optimizer == "kfac" else {}
+    base |= {"kfac": KFAC[optimizer]} if optimizer in KFAC else {}
     return [base | point for point in GRID[optimizer][batch]]
 
 
