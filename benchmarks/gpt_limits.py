@@ -2,7 +2,8 @@
 
 The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps``), no tuning, one seed: to see which
 changes matter. ``limit``: how updates are held back, by layer: ``rms`` their root mean square to at most so much,
-``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much.
+``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much;
+``kl`` all together: what K-FAC's curvature says of the change in the output, as the step before had it.
 ``groups``: other learning rates by parts of names. Runs share the GPU.
 """
 
@@ -20,6 +21,7 @@ from environment import write
 from torch import Tensor
 
 from dkfac import adam
+from dkfac.ops.precondition import rotate
 
 BASE = {"solver": "warm-eigen", "cuda_graph": True, "tf32": True, "statistics_fraction": 0.25}
 
@@ -37,21 +39,36 @@ STUDY: list[dict] = [
     *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["spectral", c]} for c in (0.03, 0.06, 0.12)),
     {"lr": 0.024, "options": SPLIT, "steps": 250, "limit": ["spectral", 0.06]},
     {"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["spectral", 0.06], "groups": REST},
+    *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["kl", c]} for c in (3e-4, 1e-3, 3e-3, 1e9)),
+    {"lr": 0.024, "options": SPLIT, "steps": 250, "limit": ["kl", 1e-3]},
     {"lr": 0.012, "options": rhythm(1, 5), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": rhythm(2, 10, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": rhythm(1, 2, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": SPLIT, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": SPLIT, "limit": ["spectral", 0.06]},
+    {"lr": 0.012, "options": SPLIT, "limit": ["kl", 1e-3]},
     {"optimizer": "muon", "lr": 0.04, "steps": 250},
 ]
+
+
+def quadratic(stack, states, update: Tensor) -> Tensor:
+    """Return ``u^T (A x G) u`` of the updates of a stack's layers, ``[layers]``."""
+    bases = stack.decompositions(states)
+    if stack.transposed:
+        bases = {"A": bases["G"], "G": bases["A"]}
+    turned = rotate(update, bases)
+    return (turned.square() * bases["G"].values[:, :, None] * bases["A"].values[:, None, :]).sum((-2, -1))
 
 
 def limited(how: str, most: float, rate: dict[str, Tensor]):
     """Return Adam's update in the eigenbasis, held back."""
     whole = adam.directions
 
-    def directions(stack, *given) -> Tensor:
-        update = whole(stack, *given)
+    def directions(stack, states, *given) -> Tensor:
+        update = whole(stack, states, *given)
+        if how == "kl":
+            rate["now"] += quadratic(stack, states, update).sum() * rate["lr"].square()
+            return update * (most / rate["last"].clamp(min=most)).sqrt()
         if how == "spectral":
             largest = update.square().sum(-1).argmax(-1)[:, None, None].expand(-1, 1, update.shape[-1])
             x = update.gather(1, largest).mT
@@ -77,7 +94,8 @@ def train(config: dict, data, device: str) -> dict:
     if name == "adam-eigen":
         groups = [{"params": [p], "lr": next((r for part, r in rates.items() if part in n), lr)} for n, p in parameters]
         used = [torch.optim.AdamW(groups, betas=tuple(config.get("betas", (0.9, 0.95))), weight_decay=0.01)]
-    rate, before = {"lr": torch.zeros((), device=device)}, adam.directions
+    rate, before = {key: torch.zeros((), device=device) for key in ("lr", "now", "last")}, adam.directions
+    totals = []
     if "limit" in config:
         adam.directions = limited(*config["limit"], rate)
     transformer_study.attach({"optimizer": name, "options": config.get("options", {})}, task, model, used[-1])
@@ -87,6 +105,9 @@ def train(config: dict, data, device: str) -> dict:
     ]
     for step in range(config.get("most", steps)):
         rate["lr"].fill_(lr * min(1.0, (step + 1) / warm) * max(0.0, 1 - step / steps))
+        rate["last"].copy_(rate["now"])
+        rate["now"].zero_()
+        totals.append(rate["last"].clone())
         x, y = task.batch(generator)
         for o in used:
             o.zero_grad()
@@ -98,7 +119,8 @@ def train(config: dict, data, device: str) -> dict:
             schedule.step()
     adam.directions = before
     told = " ".join(f"{float(loss):.3f}" for loss in losses)
-    return {"config": config, "final": task.validate(model), "losses": told, "seconds": time.perf_counter() - begin}
+    found = {"config": config, "final": task.validate(model), "losses": told, "seconds": time.perf_counter() - begin}
+    return found | ({"kl": " ".join(f"{float(t):.1e}" for t in totals)} if config.get("limit", [""])[0] == "kl" else {})
 
 
 def main() -> None:
