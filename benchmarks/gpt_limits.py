@@ -3,7 +3,8 @@
 The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps``), no tuning, one seed: to see which
 changes matter. ``limit``: how updates are held back, by layer: ``rms`` their root mean square to at most so much,
 ``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much;
-``kl`` all together: what K-FAC's curvature says of the change in the output, as the step before had it.
+``kl-layer`` what K-FAC's curvature says of the change in the output; ``kl`` the same of all layers together, as the
+step before had it.
 ``groups``: other learning rates by parts of names. Runs share the GPU.
 """
 
@@ -41,6 +42,7 @@ STUDY: list[dict] = [
     {"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["spectral", 0.06], "groups": REST},
     *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["kl", c]} for c in (3e-4, 1e-3, 3e-3, 1e9)),
     {"lr": 0.024, "options": SPLIT, "steps": 250, "limit": ["kl", 1e-3]},
+    *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["kl-layer", c]} for c in (3e-5, 1e-4, 3e-4)),
     {"lr": 0.012, "options": rhythm(1, 5), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": rhythm(2, 10, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": rhythm(1, 2, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
@@ -69,6 +71,9 @@ def limited(how: str, most: float, rate: dict[str, Tensor]):
         if how == "kl":
             rate["now"] += quadratic(stack, states, update).sum() * rate["lr"].square()
             return update * (most / rate["last"].clamp(min=most)).sqrt()
+        if how == "kl-layer":
+            change = quadratic(stack, states, update) * rate["lr"].square()
+            return update * (most / change.clamp(min=most)).sqrt()[:, None, None]
         if how == "spectral":
             largest = update.square().sum(-1).argmax(-1)[:, None, None].expand(-1, 1, update.shape[-1])
             x = update.gather(1, largest).mT
