@@ -3,8 +3,8 @@
 The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps``), no tuning, one seed: to see which
 changes matter. ``limit``: how updates are held back, by layer: ``rms`` their root mean square to at most so much,
 ``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much;
-``kl-layer`` what K-FAC's curvature says of the change in the output; ``kl`` the same of all layers together, as the
-step before had it.
+``kl`` all layers together, by what K-FAC's curvature says of the change in the output, as the step before had it
+(layers one by one: ``rescale="kl-clip"`` in the options).
 ``groups``: other learning rates by parts of names. Runs share the GPU.
 """
 
@@ -32,6 +32,12 @@ def rhythm(factors: int, inverses: int, **more) -> dict:
 
 
 SPLIT = rhythm(1, 5, split_dim=400)
+
+
+def held_by(kl_clip: float) -> dict:
+    return SPLIT | {"rescale": "kl-clip", "kl_clip": kl_clip}
+
+
 REST = {"tokens": 3e-3, "places": 3e-3, "head": 3e-3, "norm": 3e-3}
 STUDY: list[dict] = [
     *({"lr": lr, "options": SPLIT, "steps": 250} for lr in (0.006, 0.012, 0.024)),
@@ -42,7 +48,10 @@ STUDY: list[dict] = [
     {"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["spectral", 0.06], "groups": REST},
     *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["kl", c]} for c in (3e-4, 1e-3, 3e-3, 1e9)),
     {"lr": 0.024, "options": SPLIT, "steps": 250, "limit": ["kl", 1e-3]},
-    *({"lr": 0.012, "options": SPLIT, "steps": 250, "limit": ["kl-layer", c]} for c in (3e-5, 1e-4, 3e-4)),
+    *({"lr": 0.012, "options": held_by(c), "steps": 250} for c in (3e-5, 1e-4, 2e-4, 4e-4, 1e-3)),
+    *({"lr": 0.024, "options": held_by(c), "steps": 250} for c in (1e-4, 4e-4)),
+    {"lr": 0.006, "options": held_by(2e-4), "steps": 250},
+    {"lr": 0.012, "options": held_by(2e-4)},
     {"lr": 0.012, "options": rhythm(1, 5), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": rhythm(2, 10, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": rhythm(1, 2, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
@@ -66,14 +75,11 @@ def limited(how: str, most: float, rate: dict[str, Tensor]):
     """Return Adam's update in the eigenbasis, held back."""
     whole = adam.directions
 
-    def directions(stack, states, *given) -> Tensor:
-        update = whole(stack, states, *given)
+    def directions(stack, states, *given) -> tuple[Tensor, None]:
+        update, _ = whole(stack, states, *given)
         if how == "kl":
             rate["now"] += quadratic(stack, states, update).sum() * rate["lr"].square()
-            return update * (most / rate["last"].clamp(min=most)).sqrt()
-        if how == "kl-layer":
-            change = quadratic(stack, states, update) * rate["lr"].square()
-            return update * (most / change.clamp(min=most)).sqrt()[:, None, None]
+            return update * (most / rate["last"].clamp(min=most)).sqrt(), None
         if how == "spectral":
             largest = update.square().sum(-1).argmax(-1)[:, None, None].expand(-1, 1, update.shape[-1])
             x = update.gather(1, largest).mT
@@ -83,7 +89,7 @@ def limited(how: str, most: float, rate: dict[str, Tensor]):
         else:
             down, across = stack.sizes
             length = update.square().sum((-2, -1), keepdim=True).div(down * across).sqrt()
-        return update * (most / (length.clamp(min=1e-12) if how == "norm" else length.clamp(min=most)))
+        return update * (most / (length.clamp(min=1e-12) if how == "norm" else length.clamp(min=most))), None
 
     return directions
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Eigen
-from dkfac.ops.precondition import rotate
+from dkfac.ops.precondition import rotate, spectrum
 from dkfac.stacks import Stack
 from dkfac.state import LayerState
 
@@ -80,9 +80,13 @@ def is_alike(layers: list[Layer], given: dict[int, Rule]) -> bool:
 
 
 def directions(
-    stack: Stack, states: dict[str, LayerState], raw: Tensor, given: dict[int, Rule], good: Tensor, loss_scale: Any
-) -> Tensor:
-    """Absorb the gradients of layers that are alike into their moments, if ``good``, and return Adam's updates."""
+    stack: Stack, states: dict[str, LayerState], raw: Tensor, given: dict[int, Rule], good: Tensor, loss_scale: Any,
+    limits: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Absorb the gradients of layers that are alike into their moments, if ``good``, and return Adam's updates.
+
+    ``limits``: of ``u^T (A x G) u``, ``[layers]``. Returns also by what they shortened the updates.
+    """
     rule, good = given[id(stack.layers[0].weight)], good.to(raw.device)
     grads = torch.where(good, raw, 0).mul_(rule.sign)
     if loss_scale is not None:
@@ -106,8 +110,25 @@ def directions(
     second = (square / _over(square_weight, stack)).sqrt_().add_(rule.eps or torch.finfo(raw.dtype).tiny)
     most = _over(longest(mean_weight, square_weight, rule.betas), stack)
     if not bases:
-        return first.div_(second).clamp_(-most, most)
-    return rotate((rotate(first, bases) / second).clamp_(-most, most), bases, back=True)
+        return first.div_(second).clamp_(-most, most), None
+    update, factor = (rotate(first, bases) / second).clamp_(-most, most), None
+    if limits is not None:
+        factor = held_back(update, bases, limits)
+        update *= factor.repeat_interleave(stack.blocks)[:, None, None]
+    return rotate(update, bases, back=True), factor
+
+
+def held_back(update: Tensor, bases: dict[str, Eigen], limits: Tensor) -> Tensor:
+    """Return by what to multiply updates ``[n * B, O, I]`` in the eigenbasis to bring the curvature along those of a
+    layer, ``u^T (A x G) u``, down to its limit ``[n]``."""
+    change = (update.square() * spectrum(bases)).sum((-2, -1)).view(len(limits), -1).sum(1)
+    return (limits / change.clamp(min=torch.finfo(change.dtype).tiny)).sqrt().clamp(max=1.0)
+
+
+def limits(layers: Iterable[Layer], given: dict[int, Rule], kl_clip: float) -> list[Any]:
+    """Return what ``u^T (A x G) u`` of each layer may be, ``lr^2`` of which is ``kl_clip``."""
+    rates = [given[id(layer.weight)].lr for layer in layers]
+    return [kl_clip / lr**2 if isinstance(lr, Tensor) or lr else torch.inf for lr in rates]
 
 
 def longest(mean_weight: Tensor, square_weight: Tensor, betas: tuple[float, float]) -> Tensor:

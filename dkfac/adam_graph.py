@@ -30,8 +30,12 @@ class AdamSteps:
         self._items: list[many.Items] | None = None
         """How parameters and the stacks' buffers belong together; None: Triton does not run."""
         self._is_told = False
-        self._pointers = self._rates = torch.zeros(0)
+        self._pointers = self._rates = self._most = torch.zeros(0)
         """The parameters' addresses, and ``[2, parameters]``: learning rate, and what weight decay leaves of them."""
+        self._limits: dict[Stack, Tensor] | None = None
+        """By stack: what holds its layers back, if anything does; parts of ``_most``, which stays."""
+        self.factors: list[Tensor] = []
+        """By what it did."""
 
     def prepare(self, runner: Runner, optimizer: Any) -> list[Any] | None:
         """Bring what changes to the device; returns what the graph is bound to, None if no graph can take the steps."""
@@ -55,12 +59,19 @@ class AdamSteps:
             device = stacks[0].device
             self._pointers = torch.tensor([p.data_ptr() for p in given], dtype=torch.int64, device=device)
             self._rates = torch.zeros(2, len(given), dtype=stacks[0].dtype, device=device)
+            self._most = torch.zeros(sum(map(len, stacks)), dtype=stacks[0].dtype, device=device)
         left = [1 - float(rule.lr) * rule.weight_decay if rule.decoupled else 1.0 for rule in known]
         rates = many.on_its_way([float(rule.lr) for rule in known] + left, self._rates.device, self._rates.dtype)
         self._rates.view(-1).copy_(rates, non_blocking=True)
+        self._limits = None
+        if runner.settings.rescale == "kl-clip":
+            kl_clip = runner.settings.at("kl_clip", runner.step)
+            each = [limit for stack in stacks for limit in adam.limits(stack.layers, rules, kl_clip)]
+            self._most.copy_(many.on_its_way(each, self._most.device, self._most.dtype), non_blocking=True)
+            self._limits = dict(zip(stacks, torch.split(self._most, [len(stack) for stack in stacks]), strict=True))
         kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay) for r in known])
         moments = [stack.moments(runner.states, name) for stack in stacks for name in ("momentum", "moments")]
-        return [self._rates, kinds, *(t for pair in moments for t in pair)]
+        return [self._rates, self._most, kinds, *(t for pair in moments for t in pair)]
 
     def _warn(self, what: str) -> None:
         if not self._is_told:
@@ -69,7 +80,10 @@ class AdamSteps:
 
     def directions(self, runner: Runner, stack: Stack, good: Tensor) -> Tensor:
         """Absorb the gradients that were read into the moments, and return Adam's updates."""
-        return adam.directions(stack, runner.states, stack.buffer, self._rules, good, None)
+        limits = None if self._limits is None else self._limits[stack]
+        update, factor = adam.directions(stack, runner.states, stack.buffer, self._rules, good, None, limits)
+        self.factors += [] if factor is None else [factor.amin()]
+        return update
 
     def take(self, stacks: list[Stack], updates: list[Tensor], sane: Tensor, good: Tensor) -> None:
         """Step, in the graph. ``sane``: whether each layer's update is finite; if not it only decays."""

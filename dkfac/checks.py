@@ -121,7 +121,8 @@ def check_together(settings: Settings) -> None:
             '"warm-eigen"'
         )
     _check_adam(settings)
-    if settings.cuda_graph and (settings.rescale == "kl-clip" or settings.curvature == "ekfac"):
+    is_clipped = settings.rescale == "kl-clip" and settings.curvature != "adam-eigen"
+    if settings.cuda_graph and (is_clipped or settings.curvature == "ekfac"):
         raise ValueError(
             'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac" or '
             f'"adam-eigen", not with {settings.rescale!r} and {settings.curvature!r}: what the others use is not the '
@@ -140,8 +141,8 @@ def _check_adam(settings: Settings) -> None:
     is_adam = settings.curvature == "adam-eigen"
     if settings.rescale == "auto":
         object.__setattr__(settings, "rescale", "none" if is_adam else "norm-global")
-    elif is_adam and settings.rescale != "none":
-        what = 'curvature="adam-eigen": the length of the step is Adam\'s'
+    elif is_adam and settings.rescale not in ("none", "kl-clip"):
+        what = 'curvature="adam-eigen": the length of the step is Adam\'s, at most held back by "kl-clip"'
         raise ValueError(f"rescale={settings.rescale!r} with {what}; leave rescale out")
     if settings.basis_dtype != "float32" and not is_adam:
         raise ValueError(

@@ -101,7 +101,8 @@ class StepGraph:
         self._pointers = torch.zeros(len(self._used), dtype=torch.int64, device=device)
         self._good = torch.ones((), dtype=torch.bool, device=device)
         self._before = torch.zeros(sum(map(len, runner.stacks)), device=device, dtype=dtype)
-        self._told = torch.zeros(2, device=device, dtype=dtype)
+        self._told = torch.zeros(3, device=device, dtype=dtype)
+        """The norms of all gradients and updates, and what held the latter back most."""
 
     def _copy_in(self, stacks: list[Stack]) -> None:
         for stack in stacks:
@@ -121,6 +122,7 @@ class StepGraph:
 
         def write() -> None:
             updates = []
+            self._adam.factors.clear()
             for stack, rounds in zip(stacks, rounding, strict=True):
                 with tf32(rounds, flat.device):
                     updates.append(
@@ -132,7 +134,8 @@ class StepGraph:
             sane = torch.isfinite(after)
             after = torch.where(sane, after, before)
             scales = stages.scales(runner.settings.rescale, before, after, sane)
-            told.copy_(torch.stack((before, after * scales)).square().sum(1).sqrt())
+            told[:2] = torch.stack((before, after * scales)).square().sum(1).sqrt()
+            told[2:] = torch.stack([*self._adam.factors, told.new_ones(())]).amin()
             if runner.is_adam:
                 self._adam.take(stacks, updates, sane, good)
             else:
@@ -148,7 +151,9 @@ class StepGraph:
         if runner.is_adam:
             runner.stepped += self._adam.parameters
         loss_scale = getattr(optimizer, "grad_scale", None)
-        norms = told if loss_scale is None else told / loss_scale.to(told.device)
+        if runner.is_adam and runner.settings.rescale == "kl-clip":
+            runner.note_clip(told[2].clone())
+        norms = told[:2] if loss_scale is None else told[:2] / loss_scale.to(told.device)
         runner.device["grad_norm"], runner.device["update_norm"] = norms.unbind()
         if self._large:
             stages.zero_where(~good, stages.gradients(self._large))

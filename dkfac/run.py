@@ -259,6 +259,10 @@ class Runner:
         else:
             self.device[name] = happened.float() + (0.0 if known is None else known.to(happened.device))
 
+    def note_clip(self, factor: Tensor) -> None:
+        self.device["clip_factor"] = factor
+        self.count("clipped_steps", factor < 1)
+
     def _average(self, measured: Measured, good: Tensor, device: torch.device) -> Tensor:
         """Absorb the batch factors unless anything in them is not finite; returns whether they were good."""
         decay = self.settings.at("factor_decay", self.step)

@@ -80,7 +80,8 @@ class Settings:
     ``"auto"``: over all layers; as it is where Adam's step is taken."""
 
     kl_clip: Scheduled = 1e-3
-    """Bound on the predicted change of the output distribution; used by ``rescale="kl-clip"`` alone."""
+    """Bound on the predicted change of the output distribution; used by ``rescale="kl-clip"`` alone. With
+    ``curvature="adam-eigen"`` a bound for each layer."""
 
     solver: Solver = "eigen"
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved."""

@@ -57,7 +57,7 @@ def precondition(
         order = list(ready.values())
         others, after, sane = _exchange(runner.exchange, chunks, order, sane, device)
     lengths = _Lengths(runner, order, after, sane, device)
-    if runner.settings.rescale == "kl-clip":
+    if runner.settings.rescale == "kl-clip" and not runner.is_adam:
         values = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
         lengths.products = stages.kl_products(order, [values[la.name] for la in order], rates, loss_scale, device)
     lengths.scale(norms, loss_scale, ready)
@@ -80,12 +80,18 @@ def _directions(
 
     ``rules``: of Adam, whose moments absorb the gradients if ``good``; empty if not it but the curvature divides.
     """
-    chunks = []
+    chunks, factors = [], list[Tensor]()
 
     def several(stack: Stack, raw: Tensor) -> Tensor:
-        if rules:
-            return adam.directions(stack, runner.states, raw, rules, good, loss_scale)
-        return stages.directions(stack, runner, raw)
+        if not rules:
+            return stages.directions(stack, runner, raw)
+        limits = None
+        if runner.settings.rescale == "kl-clip":
+            each = adam.limits(stack.layers, rules, runner.settings.at("kl_clip", runner.step))
+            limits = torch.stack([torch.as_tensor(v, dtype=stack.dtype).to(stack.device) for v in each])
+        update, factor = adam.directions(stack, runner.states, raw, rules, good, loss_scale, limits)
+        factors.extend([] if factor is None else [factor.amin()])
+        return update
 
     def one(stack: Stack, raw: Tensor) -> Tensor:
         if rules:
@@ -106,6 +112,8 @@ def _directions(
         for layer in layers:
             alone = runner.alone[layer.name]
             chunks.append(_direction(runner, alone, lambda raw, s=alone: one(s, raw)))
+    if factors:
+        runner.note_clip(torch.stack([factor.to(factors[0].device) for factor in factors]).amin())
     return chunks
 
 
@@ -169,10 +177,9 @@ class _Lengths:
             return
         before = norms.of(layers).to(self.dtype)
         after = torch.where(sane, after, before)
-        if runner.settings.rescale == "kl-clip":
+        if runner.settings.rescale == "kl-clip" and not runner.is_adam:
             factor = kl_factor(torch.where(sane, products, 0.0), runner.settings.at("kl_clip", runner.step))
-            runner.device["clip_factor"] = factor
-            runner.count("clipped_steps", factor < 1)
+            runner.note_clip(factor)
             scales = torch.where(sane, factor, 1.0)
         else:
             scales = stages.scales(runner.settings.rescale, before, after, sane)

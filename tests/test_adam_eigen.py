@@ -152,8 +152,9 @@ def longest(number, one, two):
 class Oracle:
     """Adam in the eigenbasis for ``LAYERS``, and the wrapped optimizer for what is in none, one layer at a time."""
 
-    def __init__(self, case, parameters=None):
+    def __init__(self, case, parameters=None, kl_clip=math.inf):
         self.model, (kind, settings) = net(), CASES[case]
+        self.kl_clip, self.factors, self.least = kl_clip, {}, []
         self.optimizer = kind(parameters(self.model) if parameters else self.model.parameters(), **settings)
         self.decoupled = kind is AdamW
         self.m, self.v, self.bases, self.number = {}, {}, {}, {}
@@ -170,6 +171,14 @@ class Oracle:
             if name in self.bases:
                 self.carry(name, new)
             self.bases[name] = new
+            self.factors[name] = [found[key] for key in keys]
+
+    def shortened(self, name, u, lr):
+        """Return an update with lr^2 u^T F u at most the clip, F the product of the factors at the last refresh."""
+        turned = u if len(self.factors[name]) == 1 else u @ self.factors[name][1]
+        change = lr**2 * (u * (self.factors[name][0] @ turned)).sum()
+        self.least.append(min(1.0, (self.kl_clip / float(change)) ** 0.5))
+        return u * self.least[-1]
 
     def carry(self, name, new):
         """Bring v to a new basis: fourth roots by squared rotations, and no less than the mean's own square."""
@@ -202,6 +211,7 @@ class Oracle:
             self.number[name] = self.number.get(name, 0) + 1
             most = 1.01 * longest(self.number[name], *group["betas"])
             u = left @ ((left.mT @ m @ right) / (v.sqrt() + group["eps"])).clamp(-most, most) @ right.mT
+            u = self.shortened(name, u, group["lr"])
             ref.set_gradient_blocks(module, u.squeeze(2).T.reshape(-1) if name == "norm" else u)
             for p in module.parameters():
                 own = self.settings(p)
@@ -211,10 +221,10 @@ class Oracle:
         self.optimizer.step()
 
 
-def assert_equals_the_oracle(case, parameters=None):
+def assert_equals_the_oracle(case, parameters=None, **options):
     """Train 20 steps with 5 refreshes."""
-    oracle = Oracle(case, parameters)
-    model, optimizer, kfac = start(case, parameters=parameters)
+    oracle = Oracle(case, parameters, options.get("kl_clip", math.inf))
+    model, optimizer, kfac = start(case, parameters=parameters, **options)
     assert [layer.name for layer in kfac.layers] == LAYERS
     schedulers = [StepLR(o, 3, gamma=0.7) for o in (optimizer, oracle.optimizer)]
     for step in range(STEPS):
@@ -223,6 +233,8 @@ def assert_equals_the_oracle(case, parameters=None):
         backward(oracle.model, step)
         oracle.step(with_blocks(kfac) if step % 4 == 0 else None)
         assert_weights(model, oracle.model, 1e-9)
+        if options:
+            assert kfac.metrics()["clip_factor"] == pytest.approx(min(oracle.least[-len(LAYERS) :]), rel=1e-6)
         for scheduler in schedulers:
             scheduler.step()
     return model
@@ -236,6 +248,23 @@ def test_twenty_steps_with_refreshes_in_between_are_those_written_out(case):
     for name in LAYERS:  # the bases do matter
         p, q = (m.get_submodule(name).weight for m in (model, plain))
         assert (p - q).norm() > 1e-3 * q.norm(), name
+
+
+@pytest.mark.parametrize("case", ["AdamW", "Adam, L2"])
+def test_steps_are_held_back_where_the_curvature_along_them_is_large(case):
+    def groups(model):  # layers with learning rates of their own
+        head = list(model.head.parameters())
+        rest = [p for p in model.parameters() if all(p is not q for q in head)]
+        return [{"params": rest}, {"params": head, "lr": 0.05}]
+
+    clipped = assert_equals_the_oracle(case, groups, rescale="kl-clip", kl_clip=2e-4)
+    free = assert_equals_the_oracle(case, groups)
+    changed = {n for n in LAYERS if not torch.equal(clipped.get_submodule(n).weight, free.get_submodule(n).weight)}
+    assert changed
+    loose, optimizer, kfac = start(case, parameters=groups, rescale="kl-clip", kl_clip=1e9)
+    train(loose, optimizer, 0, STEPS)
+    assert kfac.metrics()["clip_factor"] == 1.0
+    assert kfac.metrics()["clipped_steps"] == 0.0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -641,7 +670,7 @@ def test_a_solver_without_eigenbases_is_refused():
     refused(AdamW, "solver", "cholesky", solver="cholesky")
 
 
-@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip"])
+@pytest.mark.parametrize("rescale", ["norm", "norm-global"])
 def test_a_length_other_than_adams_is_refused(rescale):
     refused(AdamW, "rescale", rescale, rescale=rescale)
 
@@ -718,6 +747,14 @@ def test_ranks_train_like_one_process(world_size, strategy):
 @pytest.mark.parametrize("strategy", [*ALONE, "auto"])
 def test_ranks_that_share_weights_train_like_one_process(strategy, world_size):
     assert_parity(world_size, strategy, share="weights")
+
+
+@pytest.mark.parametrize("share", ["gradients", "weights"])
+def test_ranks_hold_steps_back_like_one_process(share):
+    clip = {"rescale": "kl-clip", "kl_clip": 1e-5}
+    strategy = "sharded" if share == "weights" else "hybrid-opt"
+    assert_parity(3, strategy, share=share, **clip)
+    assert any((p - q).norm() > 1e-6 for p, q in zip(one_process(()), one_process(tuple(clip.items())), strict=True))
 
 
 @pytest.mark.parametrize("share", ["gradients", "weights"])

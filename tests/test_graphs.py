@@ -110,6 +110,7 @@ CASES = [
     {"curvature": "adam-eigen", "solver": "warm-eigen"},
     {"curvature": "adam-eigen", "solver": "warm-eigen", "spread_refresh": 3},
     {"curvature": "adam-eigen", "inverse_interval": 100, "solver": "warm-eigen", "l2": True},
+    {"curvature": "adam-eigen", "solver": "warm-eigen", "rescale": "kl-clip", "kl_clip": 1e-8},
 ]
 
 
@@ -120,11 +121,21 @@ def assert_same(ours, theirs, tolerance):
     metrics = ours[1].metrics(), theirs[1].metrics()
     for name in ("skipped_batches", "refreshes"):
         assert metrics[0][name] == metrics[1][name]
-    for name in ("grad_norm", "update_norm"):
+    assert metrics[0].get("clipped_steps") == metrics[1].get("clipped_steps")
+    for name in ("grad_norm", "update_norm", *({"clip_factor"} & metrics[1].keys())):
         assert metrics[0][name] == pytest.approx(metrics[1][name], rel=100 * tolerance)
     for name, factors in theirs[1].factors().items():
         for key, factor in factors.items():
             assert (ours[1].factors()[name][key] - factor).norm() <= tolerance * factor.norm() + tolerance
+
+
+def test_a_clip_that_changes_with_the_steps_is_read_by_the_graph(acted):
+    options = {**CASES[-1], "kl_clip": lambda step: 1e-8 / (1 + step)}
+    ours, theirs = train(**options, cuda_graph=True), train(**options)
+    assert Acted.replays > 30
+    assert_same(ours, theirs, 1e-9)
+    assert theirs[1].metrics()["clipped_steps"] > 10
+    assert any((p - q).norm() > 1e-6 for p, q in zip(theirs[0], train(**CASES[-1])[0], strict=True))
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
