@@ -5,7 +5,8 @@ changes matter. ``limit``: how updates are held back, by layer: ``rms`` their ro
 ``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much;
 ``kl`` all layers together, by what K-FAC's curvature says of the change in the output, as the step before had it
 (layers one by one: ``rescale="kl-clip"`` in the options).
-``groups``: other learning rates by parts of names. Runs share the GPU.
+``groups``: other learning rates by parts of names; ``size``: of another GPT. Runs share the GPU. ``--study cpu``: what
+two cores can say of it, at its width with fewer tokens, and of rhythms and ``split_dim`` at a third of the width.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from environment import write
 from torch import Tensor
 
 from dkfac import adam
-from dkfac.ops.precondition import rotate
+from dkfac.ops.precondition import rotate, spectrum
 
 BASE = {"solver": "warm-eigen", "cuda_graph": True, "tf32": True, "statistics_fraction": 0.25}
 
@@ -62,13 +63,30 @@ STUDY: list[dict] = [
 ]
 
 
+def narrow(factors: int, inverses: int, **more) -> dict:
+    size = {"layers": 4, "width": 128, "heads": 4, "context": 128, "batch": 16, "steps": 400}
+    options = {"solver": "warm-eigen", "factor_interval": factors, "inverse_interval": inverses, **more}
+    return {"lr": 0.006, "most": 200, "size": size, "options": options}
+
+
+def wide(**more) -> dict:
+    options = {"solver": "warm-eigen", "factor_interval": 4, "inverse_interval": 20, "split_dim": 400, **more}
+    return {"lr": 0.006, "most": 85, "size": {"context": 128, "batch": 16}, "options": options}
+
+
+STUDIES = {
+    "gpu": STUDY,
+    "cpu": [wide(), wide(rescale="kl-clip", kl_clip=2e-4), narrow(1, 5), narrow(1, 5, split_dim=200), narrow(1, 10),
+            narrow(1, 5, split_dim=64)],
+}  # fmt: skip
+
+
 def quadratic(stack, states, update: Tensor) -> Tensor:
     """Return ``u^T (A x G) u`` of the updates of a stack's layers, ``[layers]``."""
     bases = stack.decompositions(states)
     if stack.transposed:
         bases = {"A": bases["G"], "G": bases["A"]}
-    turned = rotate(update, bases)
-    return (turned.square() * bases["G"].values[:, :, None] * bases["A"].values[:, None, :]).sum((-2, -1))
+    return (rotate(update, bases).square() * spectrum(bases)).sum((-2, -1))
 
 
 def limited(how: str, most: float, rate: dict[str, Tensor]):
@@ -95,7 +113,7 @@ def limited(how: str, most: float, rate: dict[str, Tensor]):
 
 
 def train(config: dict, data, device: str) -> dict:
-    size = char_gpt.SIZES["small"] | {"steps": config.get("steps", 500)}
+    size = char_gpt.SIZES["small"] | {"steps": config.get("steps", 500)} | config.get("size", {})
     task = char_gpt.Characters(data, size, device)
     torch.manual_seed(0)
     generator = torch.Generator(device).manual_seed(0)
@@ -136,13 +154,14 @@ def train(config: dict, data, device: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", help="JSON list instead of the built-in one")
+    parser.add_argument("--study", choices=STUDIES, default="gpu")
+    parser.add_argument("--configs", help="JSON list instead of a study")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=500, help="what is not done by then is left out")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    configs = json.loads(args.configs) if args.configs else STUDY
+    configs = json.loads(args.configs) if args.configs else STUDIES[args.study]
     data, runs, end = char_gpt.read_text(4_000_000), [], time.perf_counter() + args.seconds
     with mp.get_context("spawn").Pool(args.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         jobs = [pool.apply_async(train, (config, data, device)) for config in configs]

@@ -121,8 +121,9 @@ def directions(
 def held_back(update: Tensor, bases: dict[str, Eigen], limits: Tensor) -> Tensor:
     """Return by what to multiply updates ``[n * B, O, I]`` in the eigenbasis to bring the curvature along those of a
     layer, ``u^T (A x G) u``, down to its limit ``[n]``."""
-    change = (update.square() * spectrum(bases)).sum((-2, -1)).view(len(limits), -1).sum(1)
-    return (limits / change.clamp(min=torch.finfo(change.dtype).tiny)).sqrt().clamp(max=1.0)
+    change = (update.square() * spectrum(bases, update.shape[-1])).sum((-2, -1)).view(len(limits), -1).sum(1)
+    factor = (limits / change.clamp(min=torch.finfo(change.dtype).tiny)).sqrt().clamp(max=1.0)
+    return factor.nan_to_num(1.0)  # an update that is not finite takes no step, whatever holds it back
 
 
 def limits(layers: Iterable[Layer], given: dict[int, Rule], kl_clip: float) -> list[Any]:

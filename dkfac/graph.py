@@ -135,7 +135,8 @@ class StepGraph:
             after = torch.where(sane, after, before)
             scales = stages.scales(runner.settings.rescale, before, after, sane)
             told[:2] = torch.stack((before, after * scales)).square().sum(1).sqrt()
-            told[2:] = torch.stack([*self._adam.factors, told.new_ones(())]).amin()
+            if self._adam.factors:
+                told[2:] = torch.stack(self._adam.factors).amin()
             if runner.is_adam:
                 self._adam.take(stacks, updates, sane, good)
             else:
