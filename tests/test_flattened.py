@@ -133,6 +133,23 @@ def test_adam_takes_its_step_in_the_three_bases():
     assert not torch.equal(weights[2], plain[3].weight)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_adams_step_is_held_back_to_a_change_of_just_so_much(bias):
+    model, limit = net(bias), 1e-7
+    before = model[3].weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    options = PLAIN | {"curvature": "adam-eigen", "solver": "eigen", "rescale": "kl-clip", "kl_clip": limit}
+    with KFAC(model, optimizer, flattened={"3": C}, **options) as kfac:
+        backward(model)
+        optimizer.step()
+        channels, positions, output = (kfac.factors()["3"][key] for key in ("A_C", "A_S", "G"))
+    change = (before - model[3].weight.detach()).view(OUT, C, S)
+    turned = torch.einsum("oci,op,cd,ij->pdj", change, output, channels, positions / positions.trace())
+    assert float((change * turned).sum()) <= limit * (1 + 1e-9)
+    if not bias:  # which has its part in the change
+        assert float((change * turned).sum()) == pytest.approx(limit, rel=1e-9)
+
+
 def test_a_state_is_saved_and_loaded_and_training_goes_on_bitwise():
     def start():
         model = net()
