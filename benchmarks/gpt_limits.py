@@ -4,13 +4,16 @@ The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps`
 changes matter. ``limit``: how updates are held back, by layer: ``rms`` their root mean square to at most so much,
 ``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much;
 ``kl`` all layers together, by what K-FAC's curvature says of the change in the output, as the step before had it
-(layers one by one: ``rescale="kl-clip"`` in the options).
-``groups``: other learning rates by parts of names; ``size``: of another GPT. Runs share the GPU. ``--study cpu``: what
-two cores can say of it, at its width with fewer tokens, and of rhythms and ``split_dim`` at a third of the width.
+(layers one by one: ``rescale="kl-clip"`` in the options). ``groups``: other learning rates by parts of names; ``size``:
+of another GPT; ``clip``: of the gradient's norm; ``warm``: share of warm-up; ``fp32``: no autocast; ``track``: every so
+many steps each weight's mean change, over the learning rate. Runs share the GPU. ``--again``: the configs of a result.
+``--study cpu``: what two cores can say of it, at its width with fewer tokens, and of rhythms and ``split_dim`` at a
+third of the width.
 """
 
 import argparse
 import json
+import pathlib
 import sys
 import time
 
@@ -71,7 +74,8 @@ def narrow(factors: int, inverses: int, **more) -> dict:
 
 def wide(**more) -> dict:
     options = {"solver": "warm-eigen", "factor_interval": 4, "inverse_interval": 20, "split_dim": 400, **more}
-    return {"lr": 0.006, "most": 85, "size": {"context": 128, "batch": 16}, "options": options}
+    limit = {} if "rescale" in more else {"limit": ["kl", 1e9]}  # which tells and does not hold back
+    return {"lr": 0.006, "most": 85, "size": {"context": 128, "batch": 16}, "options": options} | limit
 
 
 STUDIES = {
@@ -128,7 +132,8 @@ def train(config: dict, data, device: str) -> dict:
     if "limit" in config:
         adam.directions = limited(*config["limit"], rate)
     transformer_study.attach({"optimizer": name, "options": config.get("options", {})}, task, model, used[-1])
-    warm, losses, begin = round(steps * transformer_study.WARMUP), [], time.perf_counter()
+    warm, losses, begin = round(steps * config.get("warm", transformer_study.WARMUP)), [], time.perf_counter()
+    tracks: dict[str, str] = {}
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / warm) * max(0.0, 1 - t / steps)) for o in used
     ]
@@ -140,15 +145,25 @@ def train(config: dict, data, device: str) -> dict:
         x, y = task.batch(generator)
         for o in used:
             o.zero_grad()
-        loss = task.loss(model, x, y)
+        found = model(x) if config.get("fp32") else None
+        loss = task.loss(model, x, y) if found is None else F.cross_entropy(found.flatten(0, -2), y.flatten())
         loss.backward()
         losses.append(loss.detach())
+        if "clip" in config:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["clip"])
+        is_tracked = step > 0 and step % config.get("track", steps) == 0
+        was = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("weight") and is_tracked}
         for o, schedule in zip(used, schedules, strict=True):
             o.step()
             schedule.step()
+        changes = {n: (p.detach() - was[n]).square().mean().sqrt() / rate["lr"]
+                   for n, p in model.named_parameters() if n in was}  # fmt: skip
+        if was:
+            tracks[str(step)] = " ".join(f"{name}:{float(value):.3f}" for name, value in changes.items())
     adam.directions = before
     told = " ".join(f"{float(loss):.3f}" for loss in losses)
     found = {"config": config, "final": task.validate(model), "losses": told, "seconds": time.perf_counter() - begin}
+    found |= {"tracks": tracks} if tracks else {}
     return found | ({"kl": " ".join(f"{float(t):.1e}" for t in totals)} if config.get("limit", [""])[0] == "kl" else {})
 
 
@@ -156,12 +171,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", choices=STUDIES, default="gpu")
     parser.add_argument("--configs", help="JSON list instead of a study")
+    parser.add_argument("--again", metavar="FILE", help="the configs of a result instead of a study")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=500, help="what is not done by then is left out")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     configs = json.loads(args.configs) if args.configs else STUDIES[args.study]
+    if args.again:
+        configs = [run["config"] for run in json.loads(pathlib.Path(args.again).read_text())["runs"]]
     data, runs, end = char_gpt.read_text(4_000_000), [], time.perf_counter() + args.seconds
     with mp.get_context("spawn").Pool(args.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         jobs = [pool.apply_async(train, (config, data, device)) for config in configs]
