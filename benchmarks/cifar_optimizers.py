@@ -61,6 +61,33 @@ EIGEN = FAST | {
     "spread_refresh": 20,
     "split_dim": 600,
 }
+SHORT = {"network": 32, "batch": 1024, "epochs": 0.75 * EPOCHS}
+SEARCH: list[dict] = [
+    *({"optimizer": "sgd", "lr": lr, "epochs": e} for e in (EPOCHS, 0.75 * EPOCHS) for lr in (1.6, 2.4, 3.2)),
+    *({"optimizer": "kfac", "lr": lr, "damping": d, "kfac": FAST}
+      for lr, d in itertools.product((0.8, 1.2, 1.6, 2.4), (1e-4, 3e-4, 1e-3, 3e-3))),
+    *({"optimizer": "kfac", "lr": 1.2, "decay": decay, "damping": 3e-4, "kfac": FAST} for decay in (2e-4, 1e-3)),
+    *({"optimizer": "kfac", "lr": 1.2, "damping": 3e-4, "kfac": FAST | more} for more in (
+        {"factor_interval": 2, "inverse_interval": 20, "spread_refresh": 20},
+        {"warmup_refresh": (5, 300)},
+        {"norm_form": "unit"},
+        {"weight_sharing": "reduce"},
+        {"factor_decay": 0.8},
+        {"curvature": "ekfac", "solver": "warm-eigen", "cuda_graph": False},
+        {"solver": "warm-eigen"},
+        {"fisher": "sampled", "fisher_loss": "cross-entropy"},
+    )),
+    {"optimizer": "kfac", "lr": 1.2, "damping": 0.01, "kfac": FAST | {"damping_mode": "relative"}},
+    {"optimizer": "kfac", "lr": 1.2, "damping": 0.1, "kfac": FAST | {"damping_mode": "relative"}},
+    *({"optimizer": "adam-eigen", "lr": lr, "decay": decay, "kfac": EIGEN}
+      for lr, decay in itertools.product((3e-3, 6e-3, 1.2e-2), (0.05, 0.2))),
+    {"optimizer": "adam-eigen", "lr": 6e-3, "decay": 0.1, "kfac": EIGEN | {
+        "curvature": "adam-eigen", "rescale": "kl-clip", "kl_clip": 1e-4}},
+    *({"optimizer": "adamw", "lr": lr, "decay": 0.1} for lr in (3e-3, 6e-3, 1.2e-2)),
+    *({"optimizer": "muon", "lr": lr, "decay": 0.02} for lr in (0.02, 0.05, 0.15)),
+]  # fmt: skip
+"""``--stage search``: the step control of K-FAC, looked at before the study."""
+
 KFAC = {"kfac": FAST, "adam-eigen": EIGEN}
 """K-FAC's settings besides the damping, in the runs and in the timing."""
 
@@ -226,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive")
     parser.add_argument("--cases", default="32/1024,32/128,18/1024,18/128", help="network/batch")
-    parser.add_argument("--stage", choices=("accuracy", "times"), default="accuracy")
+    parser.add_argument("--stage", choices=("search", "accuracy", "times"), default="accuracy")
     parser.add_argument("--optimizers", default=",".join(GRID))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
@@ -249,7 +276,9 @@ def main() -> None:
         return
     machine = Machine(data, train, given.workers, given.seconds, known)
     try:
-        if machine.run([c for case in cases for n in names for c in tuning(*case, n)]):
+        if given.stage == "search":
+            machine.run([SHORT | {"seed": seed} | c for seed in range(given.seeds) for c in SEARCH])
+        elif machine.run([c for case in cases for n in names for c in tuning(*case, n)]):
             found = [chosen(machine.runs, *case, n) for case in cases for n in names]
             machine.run([c for best in found if best is not None for c in final(best, given.seeds)])
     finally:
