@@ -119,8 +119,8 @@ def limited(how: str, most: float, rate: dict[str, Tensor]):
 def train(config: dict, data, device: str) -> dict:
     size = char_gpt.SIZES["small"] | {"steps": config.get("steps", 500)} | config.get("size", {})
     task = char_gpt.Characters(data, size, device)
-    torch.manual_seed(0)
-    generator = torch.Generator(device).manual_seed(0)
+    torch.manual_seed(config.get("seed", 0))
+    generator = torch.Generator(device).manual_seed(config.get("seed", 0))
     model, steps, lr = task.model().to(device), size["steps"], config["lr"]
     name, rates, parameters = config.get("optimizer", "adam-eigen"), config.get("groups", {}), model.named_parameters()
     used = transformer_study.optimizers(name, model, lr, {})
