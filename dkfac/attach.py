@@ -25,6 +25,13 @@ from dkfac.plan.search import choose
 from dkfac.plan.spec import LayerSpec
 from dkfac.settings import SCHEDULES, Settings
 
+ADAM: dict[str, Any] = {
+    "solver": "warm-eigen", "factor_interval": 20, "inverse_interval": 20, "warmup_refresh": (5, 500),
+    "factor_decay": 0.8,
+}  # fmt: skip
+"""The rhythm of Adam in the eigenbasis, if none is given: its bases age faster than K-FAC's inverses, above all early,
+and quick refreshes pay for it (docs/notes/005-adam-eigen.md). Factors are measured when they are decomposed."""
+
 
 def resolve_settings(settings: Settings | None, options: dict[str, Any], optimizer: Any) -> Settings:
     """Return the settings that were given in one of two ways, with what they leave open chosen by the optimizer."""
@@ -38,12 +45,15 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
+    has_rhythm = settings is not None or not options.keys().isdisjoint({*ADAM, "staleness", "inverse_lag"} - {"solver"})
     settings = Settings(**options) if settings is None else settings
-    if settings.curvature != "auto":
-        return settings
     fits = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and settings.solver != "cholesky"
     fits = fits and settings.rescale in ("auto", "none") and not any(g.get("amsgrad") for g in optimizer.param_groups)
-    return replace(settings, curvature="adam-eigen" if fits else "kfac")
+    if settings.curvature == "auto":
+        settings = replace(settings, curvature="adam-eigen" if fits else "kfac")
+    if settings.curvature != "adam-eigen" or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
+        return settings
+    return replace(settings, **ADAM)
 
 
 def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:

@@ -19,24 +19,17 @@ import torch
 from torch import Tensor
 
 from dkfac import stages
+from dkfac.inplace import ROUNDING, Part, is_renewable, renew
 from dkfac.layers.layer import Layer
 from dkfac.ops import decompose
-from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
 from dkfac.ops.precision import tf32
-from dkfac.ops.precondition import TF32_TOLERANCE, factored_damping, tf32_error
 from dkfac.replay import Captured, Pool
-from dkfac.settings import Settings
 from dkfac.stacks import Stack
-from dkfac.state import LayerState, bias_is_silent
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
 
 PATIENCE = 2
-ROUNDING = "rounding"
-"""In the place of a factor's key: whether a layer may be preconditioned in TF32."""
-Part = tuple[Stack, int, int]
-"""Some layers of a stack: from, to."""
 
 
 def cut(stacks: list[Stack], num_slices: int) -> list[list[Part]]:
@@ -69,7 +62,7 @@ class Renewal:
     """What was decomposed and not yet looked at."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[int, int, int], Captured] = {}
+        self._graphs: dict[tuple[tuple[int, int, int], ...], Captured] = {}
         self._pool = Pool(own_stream=True)
         self._steps: list[int] = []
         self._slices: list[list[Part]] = []
@@ -146,16 +139,16 @@ class Renewal:
 
     def _launch(self, parts: list[Part], runner: Runner) -> None:
         """Decompose the running factors of some layers anew."""
+        if not parts:
+            return
         names: list[tuple[Layer, str]] = []
         flags: list[Tensor] = []
-        for stack, begin, end in parts:
-            for key, good in self._renewed(stack, begin, end, runner).items():
+        for (stack, begin, end), found in zip(parts, self._renewed(parts, runner), strict=True):
+            for key, good in found.items():
                 names += [(layer, key) for layer in stack.layers[begin:end]]
                 flags.append(good)
             for layer in stack.layers[begin:end]:
                 runner.states[layer.name].decomposed_at = runner.step
-        if not flags:
-            return
         told, event = torch.cat([flag.to(flags[0].device) for flag in flags]), None
         if told.is_cuda:
             arrived = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
@@ -167,21 +160,22 @@ class Renewal:
         if event is None:
             self.look(runner)
 
-    def _renewed(self, stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tensor]:
-        """Decompose some layers of a stack, from a graph if that is wanted."""
+    def _renewed(self, parts: list[Part], runner: Runner) -> list[dict[str, Tensor]]:
+        """Decompose some layers, from a graph if that is wanted."""
         if not runner.uses_graphs:
-            return _renew(stack, begin, end, runner)
-        graph = self._graphs.setdefault((id(stack), begin, end), Captured(self._pool))
-        joined = stack.decompositions(runner.states)
-        assert joined is not None
-        means = [m for la in stack.layers for m in runner.states[la.name].means.values()]
-        used = [t for key in joined for t in stack.running(runner.states, key)]
-        damping = stages.damping_values(runner.settings, runner.step)
-        kept = ("moments", "momentum") if runner.is_adam else ()
-        moments = [t for name in kept for t in stack.moments(runner.states, name)]
-        key = [stack, *joined.values(), *means, *used, *moments, damping]
-        found = graph.run(key, lambda: _renew(stack, begin, end, runner), stack.device)
-        return {key: good.clone() for key, good in found.items()}
+            return renew(parts, runner)
+        name = tuple([(id(stack), begin, end) for stack, begin, end in parts])
+        graph = self._graphs.setdefault(name, Captured(self._pool))
+        key: list[object] = [stages.damping_values(runner.settings, runner.step)]
+        for stack, _, _ in parts:
+            joined = stack.decompositions(runner.states)
+            assert joined is not None
+            key += [stack, *joined.values()]
+            key += [m for la in stack.layers for m in runner.states[la.name].means.values()]
+            key += [t for name in joined for t in stack.running(runner.states, name)]
+            kept = ("moments", "momentum") if runner.is_adam else ()
+            key += [t for name in kept for t in stack.moments(runner.states, name)]
+        return graph.run(key, lambda: renew(parts, runner), parts[0][0].device)  # type: ignore[no-any-return]
 
     def look(self, runner: Runner, *, all_of_it: bool = False) -> None:
         """Count what went well and decompose what did not once more, with more care. Waits for what is long past."""
@@ -223,101 +217,3 @@ def _repair(runner: Runner, layer: Layer, key: str) -> None:
     runner.counters["repaired"] += 1
     results = {} if found is None else {key: found}
     stages.adopt(layer, state, {key: rung}, results, settings, runner.step)
-
-
-def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings) -> bool:
-    """Whether a stack's decompositions can be improved in place: all are there and of the solver's own form."""
-    if settings.solver == "eigen" or settings.curvature == "ekfac":
-        return False
-    if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
-        return False
-    if stack.layers[0].kind == "linear-map":
-        return False
-    is_split = any(factor.pieces > 1 for factor in stack.layers[0].spec.factors)
-    if is_split and any(states[layer.name].decomposed_at < settings.split_warmup for layer in stack.layers):
-        return False  # what is there may be whole
-    found = stack.decompositions(states)
-    form = Inverse if settings.solver == "cholesky" else Eigen
-    return found is not None and all(isinstance(d, form) for d in found.values())
-
-
-def _renew(stack: Stack, begin: int, end: int, runner: Runner) -> dict[str, Tensor]:
-    """Replace decompositions where the new ones are good; returns which are, ``[layers]``, by factor."""
-    states, settings, blocks = runner.states, runner.settings, stack.blocks
-    here = slice(begin * blocks, end * blocks)
-    joined = stack.decompositions(states)
-    assert joined is not None
-    factors: dict[str, Tensor] = {}
-    means: dict[str, Tensor] = {}
-    for key in joined:
-        values, weights = stack.running(states, key)
-        tiny = torch.finfo(weights.dtype).tiny
-        weight = weights[begin:end].clamp(min=tiny).repeat_interleave(blocks)
-        factors[key] = values[here] / weight.view(-1, *[1] * (values.ndim - 1))
-        means[key] = mean_eigenvalue(values[here]) / weight
-    for i, layer in enumerate(stack.layers[begin:end]):
-        state = states[layer.name]
-        for key, mean in means.items():  # in place: a captured graph reads them
-            state.means[key].copy_(mean[i * blocks : (i + 1) * blocks])
-    damping = stages.stack_damping(stack, states, settings, runner.step)
-    if isinstance(damping, Tensor):
-        damping = damping[here].flatten()
-    shifts = factored_damping(means, damping)
-    good: dict[str, Tensor] = {}
-    rotations: dict[str, Tensor] = {}
-    carries = any(states[layer.name].moments is not None for layer in stack.layers)
-    olds = {key: _part(joined[key], here, factor.shape) for key, factor in factors.items()} if carries else {}
-    gathered = _mean_in_basis(stack, states, begin, end, olds) if carries and runner.is_adam else None
-    for key, factor in factors.items():
-        old = _part(joined[key], here, factor.shape)
-        new, sound = decompose.renewed(
-            factor, old, shifts[key], stages.pieces(stack.layers[0], key, settings, runner.step)
-        )
-        for name, target in old.tensors().items():
-            chosen = torch.where(sound.view(-1, *[1] * (target.ndim - 1)), new.tensors()[name].to(target.dtype), target)
-            if name == "vectors" and runner.is_adam:
-                with tf32(settings.tf32, stack.device):
-                    rotations[key] = chosen.to(factor.dtype).mT @ target.to(factor.dtype)
-            target.copy_(chosen)
-        good[key] = sound.view(-1, blocks).all(1)
-    if settings.tf32 and not runner.is_adam:
-        parts = {key: _part(joined[key], here, factor.shape) for key, factor in factors.items()}
-        good[ROUNDING] = (tf32_error(parts, means, damping) < TF32_TOLERANCE).view(-1, blocks).all(1)
-    if gathered is not None:
-        down, across = stack.sizes
-        values, weights = stack.moments(states, "moments")
-        bare, squares = values[here, :down, :across], {key: rotation.square() for key, rotation in rotations.items()}
-        weight = weights[begin:end].repeat_interleave(blocks)[:, None, None]
-        with tf32(settings.tf32, stack.device):
-            mean = _turn(stack, gathered, rotations).square() * weight
-            bare.copy_(stages.carried(bare, mean, lambda values: _turn(stack, values, squares)))
-    return good
-
-
-def _mean_in_basis(
-    stack: Stack, states: dict[str, LayerState], begin: int, end: int, bases: dict[str, Decomposition]
-) -> Tensor:
-    """Return Adam's momentum of some layers in their bases."""
-    down, across = stack.sizes
-    values, weights = stack.moments(states, "momentum")
-    weight = weights[begin:end].clamp(min=torch.finfo(weights.dtype).tiny).repeat_interleave(stack.blocks)
-    mean = values[begin * stack.blocks : end * stack.blocks, :down, :across] / weight[:, None, None]
-    vectors = {
-        key: d.vectors.to(mean.dtype).mT for key, d in bases.items() if isinstance(d, Eigen) and d.vectors is not None
-    }
-    return _turn(stack, mean, vectors)
-
-
-def _turn(stack: Stack, matrices: Tensor, by: dict[str, Tensor]) -> Tensor:
-    """Return matrices laid out like the stack's gradients, multiplied from the side that each factor acts on."""
-    for key, matrix in by.items():
-        from_the_right = (key == "A") != stack.transposed
-        matrices = matrices @ matrix.mT if from_the_right else matrix @ matrices
-    return matrices
-
-
-def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decomposition:
-    """Return some blocks of a padded decomposition, without the padding."""
-    size = slice(shape[-1])
-    parts = {name: t[(here, *[size] * (t.ndim - 1))] for name, t in joined.tensors().items()}
-    return decompose.from_tensors(parts)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dkfac.ops import many
+
 ALIGNED = 512
 """Bytes, as torch lays its tensors."""
 
@@ -115,6 +117,8 @@ class Staged:
         """Those that the graphs use."""
         self._places: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         """By key: what the function is given there, and what is copied to."""
+        self._sources: dict[Any, many.Sources] = {}
+        """By key: how one launch copies all of it, in the graph."""
 
     def run(
         self, key: Any, function: Callable[..., Sequence[Tensor]], scales: Sequence[float], *groups: Sequence[Tensor]
@@ -131,13 +135,27 @@ class Staged:
             self._memories = self._inputs.memory, self._results.memory
             self._graphs.clear()  # which would keep the old memory
             self._places.clear()
+            self._sources.clear()
         copies, parts = self._places.get(key) or self._inputs.place(*groups)
+        tensors = [tensor for group in groups for tensor in group]
+        sources = self._sources.get(key)
         if self._inputs.has_room:
             self._places[key] = copies, parts
-        torch._foreach_copy_(parts, [tensor for group in groups for tensor in group])
+            if sources is None or not sources.fits(tensors):
+                sources = self._sources[key] = many.Sources(tensors, parts, self._inputs.memory)
+        is_launched = sources is not None and sources.is_usable and self._inputs.has_room
+        if sources is not None and is_launched:
+            sources.give(tensors)
+        else:
+            torch._foreach_copy_(parts, tensors)
+
+        def work() -> list[Tensor]:
+            if sources is not None and is_launched:
+                sources.gather()
+            return self._results.keep(*([t] for t in function(*copies)))
+
         graph = self._graphs.setdefault(key, Captured(self.pool))
-        given = [copies, self._results.memory]
-        found = graph.run(given, lambda: self._results.keep(*([t] for t in function(*copies))), copies[0].device)
+        found = graph.run([copies, self._results.memory, sources], work, copies[0].device)
         return list(torch._foreach_mul(found, list(scales)))
 
 

@@ -320,7 +320,7 @@ class Runner:
             self.step,
             kfac_seconds=sum(self.tape.timer.seconds(wait=False).values()),
             dominated_share=dominated_share,
-            clipped_share=float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
+            clipped_share=0.0 if self.is_adam else float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
         )
 
     def note_rounding(self, layer: Layer, may: bool) -> None:

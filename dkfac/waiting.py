@@ -136,11 +136,9 @@ class Waiting:
             if g.numel() > g.shape[0] * g.shape[1]:
                 return x[begin:end], g[begin:end], kept, weight * examples / kept
         elif x.ndim > 2:
-            x, g = (t.reshape(examples, -1, t.shape[-1]) for t in (x, g))
-            positions = x.shape[1]
-            if positions > 1:
-                x, g = (t[:, sample.offset % positions :: sample.every] for t in (x, g))
-                return x, g, examples, weight * positions / x.shape[1]
+            positions = x.numel() // (examples * x.shape[-1])
+            x, g = (_some(t, examples, positions, sample.offset % positions, sample.every) for t in (x, g))
+            return x, g, examples, weight * positions / x.shape[1]
         return x, g, examples, weight
 
     def _route(self, form: Form, x: Tensor, g: Tensor) -> Route:
@@ -247,6 +245,15 @@ class Waiting:
             sums.add("A", a)
             sums.add("G", b)
             sums.rows = sums.rows + rows
+
+
+def _some(t: Tensor, examples: int, positions: int, first: int, every: int) -> Tensor:
+    """Return some positions of each example, ``[examples, kept, features]``."""
+    features = t.shape[-1]
+    if not t.is_contiguous():
+        return t.reshape(examples, positions, features)[:, first::every]
+    size = examples, -(-(positions - first) // every), features
+    return t.as_strided(size, (positions * features, every * features, 1), t.storage_offset() + first * features)
 
 
 def _fits(form: Form, x: Tensor, examples: int) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
-from dkfac import KFAC, Settings, adam, renew, stages
+from dkfac import KFAC, Settings, adam, inplace, renew, stages
 from dkfac.ops import decompose
 from dkfac.plan.strategies import FULL_STATISTICS
 
@@ -853,8 +853,8 @@ def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
     found = []
     for in_place in (True, False):
         with monkeypatch.context() as patch:
-            seen, real = [], renew._turn
-            patch.setattr(renew, "_turn", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
+            seen, real = [], inplace._turn
+            patch.setattr(inplace, "_turn", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
             if not in_place:
                 patch.setattr(renew, "is_renewable", lambda *_: False)
             model, optimizer, kfac = deep()
@@ -1048,3 +1048,33 @@ def test_what_is_left_open_is_chosen_by_the_optimizer(kind, given, options, chos
             assert kfac.settings.curvature == chosen
             assert kfac.settings.rescale != "auto"
             assert f"({chosen}, " in capsys.readouterr().err
+
+
+CHOSEN = ("solver", "factor_interval", "inverse_interval", "warmup_refresh", "factor_decay")
+ADAMS = ("warm-eigen", 20, 20, (5, 500), 0.8)
+USUAL = ("eigen", 10, 100, (10, 100), 0.95)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.AdamW, {}, ADAMS),
+        (torch.optim.AdamW, {"curvature": "adam-eigen"}, ADAMS),
+        (torch.optim.Adam, {"solver": "warm-eigen", "split_dim": 3}, ADAMS),
+        (torch.optim.AdamW, {"solver": "eigen"}, USUAL),
+        (torch.optim.AdamW, {"curvature": "kfac"}, USUAL),
+        (torch.optim.AdamW, {"rescale": "norm"}, USUAL),
+        (torch.optim.AdamW, {"factor_interval": 2}, ("eigen", 2, *USUAL[2:])),
+        (torch.optim.AdamW, {"inverse_interval": 30, "solver": "warm-eigen"}, ("warm-eigen", 10, 30, *USUAL[3:])),
+        (torch.optim.AdamW, {"staleness": "change"}, USUAL),
+        (torch.optim.AdamW, {"inverse_lag": 8}, USUAL),
+        (torch.optim.AdamW, {"settings": Settings()}, USUAL),
+        (torch.optim.SGD, {}, USUAL),
+    ],
+)
+def test_adam_has_a_rhythm_of_its_own_unless_one_is_given(kind, options, expected, capsys):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with KFAC(model, kind(model.parameters(), lr=1e-3), **options) as kfac:
+        assert tuple(getattr(kfac.settings, name) for name in CHOSEN) == expected
+    said = capsys.readouterr().err
+    assert ("every 20, inverses every 20 steps, denser before step 500" in said) == (expected is ADAMS)

@@ -16,6 +16,7 @@ from torch import nn
 
 import dkfac
 from dkfac import graph, replay, run, waiting
+from dkfac.ops import many
 from dkfac.recipes.char_gpt import GPT
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -246,6 +247,18 @@ def test_interpreted_kernels_take_adams_steps(acted):
     theirs = train(torch.float32, **options)
     ours = train(torch.float32, **options, cuda_graph=True)
     assert ours[1]._runner.graph._adam._items is not None
+    assert_same(ours, theirs, 1e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="for the session in Triton's interpreter")
+def test_interpreted_kernels_copy_what_is_measured(acted, monkeypatch):
+    real, moved = many.Sources.gather, []
+    monkeypatch.setattr(many.Sources, "gather", lambda self: moved.append(len(self._moves)) or real(self))
+    options = {"statistics_fraction": 0.5, "steps": 9, "damping": 0.1}
+    theirs = train(torch.float32, **options)
+    assert not moved
+    ours = train(torch.float32, **options, cuda_graph=True)
+    assert len(moved) > 4
     assert_same(ours, theirs, 1e-3)
 
 

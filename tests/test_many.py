@@ -83,6 +83,35 @@ def test_gather_copies_tensors_wherever_they_lie_and_nothing_else(device, progra
 
 
 @every_device
+def test_sources_of_several_types_are_copied_to_their_places_wherever_they_lie(device):
+    whole = [
+        random(device, 4, 12, 6, seed=i).to(t) for i, t in enumerate((torch.bfloat16, torch.float32, torch.float16))
+    ]
+    tensors = [whole[0][:, 1::4], whole[1][:, 2::3], whole[0].as_strided((4, 3, 6), (72, 24, 1)), whole[2][1:3]]
+    memory = torch.full((4099,), 7, dtype=torch.uint8, device=device)
+    begins, places = (0, 1024, 512, 2048), []
+    for begin, t in zip(begins, tensors, strict=True):
+        places.append(memory[begin : begin + t.nbytes].view(t.dtype).view(t.shape))
+    sources = many.Sources(tensors, places, memory)
+    assert sources.is_usable
+    for given in (
+        tensors,
+        [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t + 1) for t in tensors],
+    ):
+        assert sources.fits(given)
+        sources.give(given)
+        sources.gather()
+        for place, t in zip(places, given, strict=True):
+            assert torch.equal(place, t)
+    used = torch.zeros(len(memory), dtype=torch.bool, device=device)
+    for begin, t in zip(begins, tensors, strict=True):
+        used[begin : begin + t.nbytes] = True
+    assert bool((memory[~used] == 7).all())
+    assert not sources.fits([t.contiguous() for t in tensors])
+    assert not many.Sources([t.double() for t in tensors], places, memory).is_usable
+
+
+@every_device
 @pytest.mark.parametrize("sane", [(True, True, True), (True, False, True)])
 @pytest.mark.parametrize("good", [True, False])
 def test_scatter_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(device, sane, good):
@@ -183,15 +212,17 @@ from dkfac.ops import kernels, many
 
 KINDS = {"raw": "*fp32", "update": "*fp32", "scale": "*fp32", "pointers": "*i64", "meta": "*i64", "table": "*i64"}
 KINDS |= {"totals": "*i64", "sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "left": "*fp32"}
-for kernel, constants in (
-    (many._move_kernel, {"MODE": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}),
-    (many._move_kernel, {"MODE": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}),
-    (many._move_kernel, {"MODE": 2, "DIMS": 2, "FIELDS": 16, "BLOCK": 1024}),
-    (many._absorb_kernel, {"BLOCK": 1024}),
-    (many._finite_kernel, {"BLOCK": 1024}),
+HALF = dict.fromkeys(("raw", "update", "scale", "left", "sane", "good"), "*bf16")
+for kernel, constants, kinds in (
+    (many._move_kernel, {"MODE": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}, {}),
+    (many._move_kernel, {"MODE": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}, {}),
+    (many._move_kernel, {"MODE": 0, "DIMS": 2, "FIELDS": 16, "BLOCK": 1024}, HALF),
+    (many._move_kernel, {"MODE": 2, "DIMS": 2, "FIELDS": 16, "BLOCK": 1024}, {}),
+    (many._absorb_kernel, {"BLOCK": 1024}, {}),
+    (many._finite_kernel, {"BLOCK": 1024}, {}),
 ):
-    kernel = kernels.compiled(kernel)
-    signature = {n: "constexpr" if n in constants else KINDS.get(n, "i32") for n in kernel.arg_names}
+    kernel, kinds = kernels.compiled(kernel), KINDS | kinds
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.ROUNDING)
     print("fma" in built.asm["ptx"], len(built.asm["cubin"]) > 0)
@@ -202,4 +233,4 @@ for kernel, constants in (
 def test_the_kernels_compile_for_a_gpu_without_fused_rounding(tmp_path):
     """The interpreter runs what the compiler refuses."""
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["False", "True"] * 5
+    assert said.split() == ["False", "True"] * 6

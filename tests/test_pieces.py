@@ -164,12 +164,36 @@ def test_pieces_of_one_size_are_renewed_together_as_each_would_be_alone(solver):
         for w in where
     ]
     later = factor + 0.1 * torch.eye(sum(pieces), dtype=torch.float64).flip(0)[None]
-    found, sound = decompose.renewed(later, decompose.join(start), shift, pieces)
+    ((found, sound),) = decompose.renewed([(later, decompose.join(start), shift, pieces)])
     assert bool(sound.all())
     for w, old in zip(where, start, strict=True):
-        alone, _ = decompose.renewed(later[:, w, w], old, shift, ())
+        ((alone, _),) = decompose.renewed([(later[:, w, w], old, shift, ())])
         for name, tensor in decompose.piece(found, w).tensors().items():
             torch.testing.assert_close(tensor, alone.tensors()[name], rtol=1e-9, atol=1e-12)
     later[1, 6, 6] = torch.nan  # in the second piece of the second block
-    _, sound = decompose.renewed(later, decompose.join(start), shift, pieces)
+    ((_, sound),) = decompose.renewed([(later, decompose.join(start), shift, pieces)])
     assert sound.tolist() == [True, False, True]
+
+
+def test_factors_of_about_one_size_are_renewed_together_as_each_would_be_alone(monkeypatch):
+    generator, jobs = torch.Generator().manual_seed(0), []
+    for blocks, dim, pieces in ((2, 33, ()), (1, 64, (32, 32)), (3, 32, ()), (2, 12, ()), (1, 40, ())):
+        rows = torch.randn(blocks, 200, dim, generator=generator, dtype=torch.float64)
+        rows[..., dim // 2 :] *= 1e-3  # eigenvalues as small as what is padded
+        rows[..., -1] = 0
+        factor, shift = rows.mT @ rows / 200, torch.full((blocks,), 0.1, dtype=torch.float64)
+        where = decompose.places(pieces or (dim,))
+        old = decompose.join([decompose.eigen(factor[:, w, w]) for w in where])
+        jobs.append((factor + 0.1 * rows[:, :dim].mT @ rows[:, :dim] / dim, old, shift, pieces))
+    diagonal = torch.rand(2, 7, generator=generator, dtype=torch.float64)
+    jobs.append((diagonal, decompose.Eigen(None, diagonal + 1), torch.zeros(2), ()))
+    alone = [decompose.renewed([job])[0] for job in jobs]
+    real, sizes = decompose._renewed, []
+    monkeypatch.setattr(decompose, "_renewed", lambda *given: sizes.append(tuple(given[0].shape)) or real(*given))
+    together = decompose.renewed(jobs)
+    assert sorted(sizes) == [(1, 40, 40), (2, 7), (2, 12, 12), (7, 33, 33)]
+    for (one, flags), (other, others) in zip(together, alone, strict=True):
+        assert bool(flags.all())
+        assert flags.tolist() == others.tolist()
+        for name, tensor in other.tensors().items():
+            torch.testing.assert_close(one.tensors()[name], tensor, rtol=1e-8, atol=1e-10)

@@ -98,6 +98,43 @@ def scatter(
     _move(pointers, items, raw, update, scale, scale, sane, good, mode=SCATTER)
 
 
+class Sources:
+    """Tensors of some forms, wherever they lie, that are copied to their places in one memory.
+
+    What ``gather`` launches can be captured, and ``give`` called before a replay.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], places: Sequence[Tensor], memory: Tensor) -> None:
+        """``places``: views of the memory, which is bytes. Look at ``is_usable``."""
+        self._forms = _forms(tensors)
+        self._pointers = torch.zeros(len(tensors), dtype=torch.int64, device=memory.device)
+        self._moves: list[tuple[Items | None, Tensor]] = []
+        dtypes = dict.fromkeys(t.dtype for t in tensors)
+        self.is_usable = kernels.usable((torch.float32, torch.bfloat16, torch.float16), *tensors)
+        for dtype in dtypes if self.is_usable else ():
+            which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
+            items = describe([tensors[i] for i in which], [places[i] for i in which], which, [0] * len(which))
+            self._moves.append((items, memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)))
+        self.is_usable = self.is_usable and all(items is not None for items, _ in self._moves)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        return self._forms == _forms(tensors)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Say where they lie. They must be kept until the work is launched."""
+        pointers = on_its_way([t.data_ptr() for t in tensors], self._pointers.device)
+        self._pointers.copy_(pointers, non_blocking=True)
+
+    def gather(self) -> None:
+        for items, memory in self._moves:
+            assert items is not None
+            gather(self._pointers, items, memory)
+
+
+def _forms(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.dtype) for t in tensors]
+
+
 GATHER, SCATTER, STEP = range(3)
 
 
@@ -172,7 +209,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     item = tl.program_id(0) // programs
     meta += item * FIELDS
     size = tl.load(meta).to(tl.int32)
-    outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(tl.float32))
+    outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(raw.dtype.element_ty))
     index = tl.load(meta + 2)
     raw += tl.load(meta + 3)
     update += tl.load(meta + 3)
