@@ -32,8 +32,9 @@ change   the learning rate: it can be several times as large; the steps: start w
 try      lr {_numbers([f * r for f in (1, 3, 6) for r in rates[:1]])} x steps {steps // 2}, {steps}
 {_SYMPTOMS}
   {f"loss level with {name}'s":29}the learning rate is still {name}'s: go up until it breaks
-  loss falls late or breaks    bases too old: factor_interval=2, inverse_interval=20; a longer warm-up
-  much slower per step         solver="warm-eigen", larger intervals; skip=[...] for layers of a vocabulary's size"""
+  loss breaks at the peak      a longer warm-up; rescale="kl-clip", kl_clip=1e-4; split_dim just above the model's width
+  much slower per step         split_dim, larger intervals; skip=[...] for layers of a vocabulary's size; on a GPU
+                               tf32=True, cuda_graph=True, spread_refresh=20"""
 
 
 def _other(name: str, rates: list[float], steps: int) -> str:

@@ -266,8 +266,23 @@ def figures() -> dict[str, list[str]]:
     shares = [s["table"]["adam-eigen x0.5"]["seconds"] / s["table"]["adamw x1"]["seconds"] for s in (vit, tiny)]
     choose.append("in {:.2f} of the time (ViT, GPU) and {:.2f} of it (GPT, CPU)".format(*shares))
     choose.append(f"at lr 0.006 its loss is {final('cifar_vit_small_h200', 'adam-eigen', 0.006):.2f}")
-    small = [final("char_gpt_small_h200", *pair) for pair in (("adamw", 1e-3), ("adam-eigen", 6e-3), ("muon", 4e-2))]
-    choose.append("AdamW {:.3f} (lr 0.001), Adam in the eigenbasis {:.3f} (lr 0.006), Muon {:.3f}".format(*small))
+    small = result("char_gpt_small_split_h200")
+    for title, name in {"AdamW": "adamw", "Muon": "muon", "SOAP": "soap", "K-FAC's gradient into AdamW": "kfac-adamw",
+                        "Adam in the eigenbasis": "adam-eigen"}.items():  # fmt: skip
+        one, half = small["table"][f"{name} x1"], small["table"].get(f"{name} x0.5")
+        told = f"| {title} | {one['loss']:.3f} (lr {one['lr']:g}) | {half['loss']:.3f} |" if half else (
+            f"| {title} | {one['loss']:.3f} (lr {one['lr']:g}) | |")  # fmt: skip
+        choose.append(f"{told} {small['step_ms'][name]:.1f} |")
+    share = small["table"]["adam-eigen x0.5"]["seconds"] / small["table"]["adamw x1"]["seconds"]
+    choose.append(f"There half the steps take {share:.2f} of the time")
+    five, long = result("char_gpt_tiny_5_5_cpu")["table"], result("char_gpt_tiny_2000_cpu")["table"]
+    pairs = [table[f"{name} x{part}"]["loss"] for part in ("1", "0.5")
+             for table, name in ((tiny["table"], "adam-eigen"), (five, "adam-eigen@free"))]  # fmt: skip
+    choose.append(
+        "bases every 20 steps {:.3f}, every 5 steps {:.3f}; in half the steps {:.3f} and {:.3f}".format(*pairs)
+    )
+    ends = [long[f"adam-eigen@{name} x1"]["loss"] for name in ("5/5", "20/20", "10/100")]
+    choose.append("{:.3f} every 5 steps, {:.3f} in the default rhythm, {:.3f} at 10/100".format(*ends))
     crowd = "char_gpt_small_12_at_a_time_h200"
     rhythms = [final(crowd, f"adam-eigen@{rhythm}", 3e-3) for rhythm in ("1/10", "10/100", "change")]
     choose.append('{:.2f} at 1/10, {:.2f} at 10/100, {:.2f} with `staleness="change"`'.format(*rhythms))
