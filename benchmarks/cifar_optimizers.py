@@ -41,7 +41,7 @@ GRID = {
     },
     "kfac": {
         128: [{"lr": lr, "damping": d} for lr, d in itertools.product((0.1, 0.2), (1e-4, 1e-3))],
-        1024: [{"lr": lr, "damping": d} for lr, d in itertools.product((0.8, 1.6), (1e-4, 1e-3))],
+        1024: [{"lr": lr, "damping": d} for lr, d in itertools.product((0.8, 1.2), (3e-4, 1e-3))],
     },
 }
 GRID["adam-eigen"] = GRID["adamw"]
@@ -69,7 +69,7 @@ SEARCH: list[dict] = [
     *({"optimizer": "kfac", "lr": 1.2, "decay": decay, "damping": 3e-4, "kfac": FAST} for decay in (2e-4, 1e-3)),
     *({"optimizer": "kfac", "lr": 1.2, "damping": 3e-4, "kfac": FAST | more} for more in (
         {"factor_interval": 2, "inverse_interval": 20, "spread_refresh": 20},
-        {"warmup_refresh": (5, 300)},
+        {"warmup_refresh": [5, 300]},
         {"norm_form": "unit"},
         {"weight_sharing": "reduce"},
         {"factor_decay": 0.8},

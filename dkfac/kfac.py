@@ -328,7 +328,7 @@ class KFAC:
         loop.check_scaler(self._optimizer, has_scaler=self._probe.has_scaler)
         check_world(self._runner.plan.world_size, self._process_group)
         device_type = self.layers[0].weight.device.type
-        needs_rates = self.settings.rescale == "kl-clip"
+        needs_rates = self.settings.rescale == "kl-clip" and not self._runner.is_adam
         rates = loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             self._runner.take_step(self._optimizer, self._parameters(), rates)

@@ -89,8 +89,8 @@ class Settings:
     curvature: Curvature = "auto"
     """``"kfac"``: gradients divided by the factors. ``"ekfac"``: eigenvalues replaced by second moments of the gradient
     in the eigenbasis. ``"adam-eigen"``: the step of the optimizer, Adam or AdamW, taken in the eigenbasis. ``"auto"``:
-    ``"adam-eigen"`` where the optimizer is one of these and the other settings allow it, ``"kfac"`` elsewhere. Which
-    has a rhythm of its own with KFAC, if none is given by name: every 5 steps until step 500, every 20 later."""
+    ``"adam-eigen"`` where the optimizer is one of these and the other settings allow it, ``"kfac"`` elsewhere. The
+    former has a rhythm of its own, if none is given to KFAC by name: every 5 steps until step 500, every 20 later."""
 
     basis_dtype: BasisDtype = "float32"
     """``"bfloat16"`` keeps the eigenbases of ``curvature="adam-eigen"`` in half the memory, but for float64 models."""
