@@ -27,8 +27,13 @@ import dkfac
 from dkfac.recipes.resnet import cifar_resnet, resnet
 
 EPOCHS = 16
-FRACTIONS = {"sgd": (1.0, 0.75), "adamw": (1.0, 0.75), "muon": (1.0, 0.75), "kfac": (1.0, 0.75, 0.625)}
-FRACTIONS["adam-eigen"] = FRACTIONS["kfac"]
+FRACTIONS = {
+    "sgd": (1.0, 0.75),
+    "adamw": (1.0,),
+    "muon": (1.0, 0.75),
+    "kfac": (1.0, 0.75, 0.625),
+    "adam-eigen": (1.0, 0.75),
+}
 GRID = {
     "sgd": {128: [{"lr": lr} for lr in (0.05, 0.1, 0.2, 0.4)], 1024: [{"lr": lr} for lr in (0.4, 0.8, 1.6, 2.4)]},
     "adamw": {
