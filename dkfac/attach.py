@@ -45,10 +45,12 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
-    has_rhythm = settings is not None or not options.keys().isdisjoint({*ADAM, "staleness", "inverse_lag"} - {"solver"})
+    has_rhythm = settings is not None or not options.keys().isdisjoint(ADAM.keys() - {"solver"})
+    has_rhythm = has_rhythm or options.get("staleness", "fixed") != "fixed" or bool(options.get("inverse_lag", 0))
     settings = Settings(**options) if settings is None else settings
     fits = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and settings.solver != "cholesky"
-    fits = fits and settings.rescale in ("auto", "none") and not any(g.get("amsgrad") for g in optimizer.param_groups)
+    fits = fits and settings.rescale in ("auto", "none", "kl-clip")
+    fits = fits and not any(group.get("amsgrad") for group in optimizer.param_groups)
     if settings.curvature == "auto":
         settings = replace(settings, curvature="adam-eigen" if fits else "kfac")
     if settings.curvature != "adam-eigen" or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":

@@ -121,7 +121,7 @@ def check_together(settings: Settings) -> None:
             '"warm-eigen"'
         )
     _check_adam(settings)
-    is_clipped = settings.rescale == "kl-clip" and settings.curvature != "adam-eigen"
+    is_clipped = settings.rescale == "kl-clip" and settings.curvature not in ("adam-eigen", "auto")
     if settings.cuda_graph and (is_clipped or settings.curvature == "ekfac"):
         raise ValueError(
             'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac" or '

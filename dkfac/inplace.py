@@ -14,6 +14,7 @@ from dkfac.ops import decompose
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
 from dkfac.ops.precision import tf32
 from dkfac.ops.precondition import TF32_TOLERANCE, factored_damping, tf32_error
+from dkfac.ops.together import renewed
 from dkfac.settings import Settings
 from dkfac.stacks import Stack
 from dkfac.state import LayerState, bias_is_silent
@@ -43,15 +44,32 @@ def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings
     return found is not None and all(isinstance(d, form) for d in found.values())
 
 
+TOGETHER_BYTES = 128 * 2**20
+"""Of factors that are decomposed together; what is needed for it is about ten times as much."""
+
+
 def renew(parts: list[Part], runner: Runner) -> list[dict[str, Tensor]]:
     """Replace decompositions where the new ones are good; returns which are, ``[layers]``, by part and factor."""
+    found, chosen, num_bytes = list[dict[str, Tensor]](), list[Part](), 0
+    for part in parts:
+        stack, begin, end = part
+        size = stack.dtype.itemsize * (end - begin) * sum(f.num_elements for f in stack.layers[0].spec.factors)
+        if chosen and num_bytes + size > TOGETHER_BYTES:
+            found += _renew(chosen, runner)
+            chosen, num_bytes = [], 0
+        chosen.append(part)
+        num_bytes += size
+    return found + _renew(chosen, runner)
+
+
+def _renew(parts: list[Part], runner: Runner) -> list[dict[str, Tensor]]:
     begun = [_begun(part, runner) for part in parts]
     jobs = [
         (factor, this.olds[key], this.shifts[key], stages.pieces(stack.layers[0], key, runner.settings, runner.step))
         for (stack, _, _), this in zip(parts, begun, strict=True)
         for key, factor in this.factors.items()
     ]
-    found = iter(decompose.renewed(jobs))
+    found = iter(renewed(jobs))
     return [_replaced(part, runner, this, found) for part, this in zip(parts, begun, strict=True)]
 
 

@@ -22,6 +22,7 @@ from dkfac import stages
 from dkfac.inplace import ROUNDING, Part, is_renewable, renew
 from dkfac.layers.layer import Layer
 from dkfac.ops import decompose
+from dkfac.ops.decompose import Decomposition
 from dkfac.ops.precision import tf32
 from dkfac.replay import Captured, Pool
 from dkfac.stacks import Stack
@@ -216,4 +217,19 @@ def _repair(runner: Runner, layer: Layer, key: str) -> None:
     runner.counters[rung] += 1
     runner.counters["repaired"] += 1
     results = {} if found is None else {key: found}
+    old, moments = state.decompositions.get(key), None if state.moments is None else state.moments.value
     stages.adopt(layer, state, {key: rung}, results, settings, runner.step)
+    # In the place of the old ones, so that graphs go on.
+    new = state.decompositions.get(key)
+    if old is not None and new is not None and new is not old and _is_like(old, new):
+        for name, target in old.tensors().items():
+            target.copy_(new.tensors()[name])
+        state.decompositions[key] = old
+    if moments is not None and state.moments is not None and state.moments.value is not moments:
+        state.moments.value = moments.copy_(state.moments.value)
+
+
+def _is_like(one: Decomposition, other: Decomposition) -> bool:
+    pairs = one.tensors(), other.tensors()
+    forms = [{name: (t.shape, t.dtype, t.device) for name, t in each.items()} for each in pairs]
+    return type(one) is type(other) and forms[0] == forms[1]

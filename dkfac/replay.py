@@ -117,8 +117,8 @@ class Staged:
         """Those that the graphs use."""
         self._places: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         """By key: what the function is given there, and what is copied to."""
-        self._sources: dict[Any, many.Sources] = {}
-        """By key: how one launch copies all of it, in the graph."""
+        self._sources: dict[Any, many.Sources | None] = {}
+        """By key and forms: how one launch copies all of it, in the graph; None: not yet made."""
 
     def run(
         self, key: Any, function: Callable[..., Sequence[Tensor]], scales: Sequence[float], *groups: Sequence[Tensor]
@@ -137,26 +137,39 @@ class Staged:
             self._places.clear()
             self._sources.clear()
         copies, parts = self._places.get(key) or self._inputs.place(*groups)
-        tensors = [tensor for group in groups for tensor in group]
-        sources = self._sources.get(key)
         if self._inputs.has_room:
             self._places[key] = copies, parts
-            if sources is None or not sources.fits(tensors):
-                sources = self._sources[key] = many.Sources(tensors, parts, self._inputs.memory)
-        is_launched = sources is not None and sources.is_usable and self._inputs.has_room
-        if sources is not None and is_launched:
+        tensors = [tensor for group in groups for tensor in group]
+        sources, name = self._launched(key, tensors, parts)
+        if sources is not None:
             sources.give(tensors)
         else:
             torch._foreach_copy_(parts, tensors)
 
         def work() -> list[Tensor]:
-            if sources is not None and is_launched:
+            if sources is not None:
                 sources.gather()
             return self._results.keep(*([t] for t in function(*copies)))
 
-        graph = self._graphs.setdefault(key, Captured(self.pool))
+        graph = self._graphs.setdefault(name, Captured(self.pool))
         found = graph.run([copies, self._results.memory, sources], work, copies[0].device)
         return list(torch._foreach_mul(found, list(scales)))
+
+    def _launched(self, key: Any, tensors: list[Tensor], parts: list[Tensor]) -> tuple[many.Sources | None, Any]:
+        """Return what copies tensors of these forms inside the graph, from their second time on, if that can be done,
+        and the name of that graph."""
+        if not self._inputs.has_room:
+            return None, key
+        name = key, *[(t.shape, t.stride(), t.dtype) for t in tensors]
+        if name not in self._sources:
+            if len(self._sources) >= 4 * MOST_GRAPHS:
+                self._sources.clear()
+            self._sources[name] = None
+            return None, key
+        sources = self._sources[name]
+        if sources is None:
+            sources = self._sources[name] = many.Sources(tensors, parts, self._inputs.memory)
+        return (sources, name) if sources.is_usable else (None, key)
 
 
 class Arena:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Decomposition, from_tensors
+from dkfac.ops.together import aligned
 from dkfac.state import Average, LayerState
-
-ALIGNED = {0: 8, 512: 32}
-"""On a GPU, matrices from a size on are padded with zeros to a multiple: odd widths are multiplied much more slowly."""
 
 
 def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
@@ -55,9 +53,9 @@ class Stack:
 
     def _pad(self, size: int) -> int:
         is_map = self.layers[0].kind == "linear-map"  # whose inputs have two sizes
-        if not self._pads or is_map or self.device.type != "cuda" or self.blocks > 1 or size <= ALIGNED[0]:
+        if not self._pads or is_map or self.blocks > 1:
             return size
-        return size + -size % next(multiple for least, multiple in reversed(ALIGNED.items()) if size >= least)
+        return aligned(size, self.device)
 
     def running(self, states: dict[str, LayerState], key: str, measured: Container[str] = ()) -> tuple[Tensor, Tensor]:
         """Return the running sums of a factor, ``[n * B, ...]``, and their weights, ``[n]``; zeros where there is none.

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
 from dkfac import KFAC, Settings, adam, inplace, renew, stages
-from dkfac.ops import decompose
+from dkfac.ops import decompose, together
 from dkfac.plan.strategies import FULL_STATISTICS
 
 OPTIONS = {"announce": False, "curvature": "adam-eigen", "solver": "eigen", "warmup_refresh": None}
@@ -865,15 +865,53 @@ def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
     assert_weights(*found, 1e-9)
 
 
+@pytest.mark.parametrize("room", [1, 10**9])
+def test_how_much_is_decomposed_together_changes_nothing(room, monkeypatch):
+    found, calls, real = [], [], inplace._renew
+    for most in (room, inplace.TOGETHER_BYTES):
+        with monkeypatch.context() as patch:
+            patch.setattr(inplace, "TOGETHER_BYTES", most)
+            patch.setattr(inplace, "_renew", lambda parts, runner: calls.append(len(parts)) or real(parts, runner))
+            model, optimizer, _ = deep()
+            train(model, optimizer, 0, STEPS)
+        found.append(model)
+    assert (1 in calls) == (room == 1)
+    assert max(calls) > 1
+    assert_weights(*found, 1e-10)
+
+
+def test_a_repaired_basis_takes_the_place_of_the_old_one(monkeypatch):
+    """A captured graph reads and writes the memory it was captured with."""
+    model, optimizer, kfac = deep()
+    train(model, optimizer, 0, STEPS)
+    runner = kfac._runner
+    layer = next(la for la in kfac.layers if la.kind == "linear")
+    state = runner.states[layer.name]
+    for stack in runner.stacks:
+        stack.decompositions(runner.states), stack.moments(runner.states, "moments")
+    old, moments, before = state.decompositions["A"], state.moments.value, state.decompositions["A"].vectors.clone()
+    expected = copy.deepcopy(state)
+    state.running["A"].value.copy_(torch.diag(torch.arange(1.0, 1 + layer.spec.factor("A").dim)))
+    expected.running["A"].value.copy_(state.running["A"].value)
+    renew._repair(runner, layer, "A")
+    ((new, rung),) = stages.decompose(layer, expected, ["A"], kfac.settings, runner.step).values()
+    stages.adopt(layer, expected, {"A": rung}, {"A": new}, kfac.settings, runner.step)
+    assert state.decompositions["A"] is old
+    assert state.moments.value is moments
+    assert not torch.equal(old.vectors, before)
+    assert torch.equal(old.vectors, expected.decompositions["A"].vectors)
+    assert torch.equal(moments, expected.moments.value)
+
+
 def test_a_basis_that_fails_in_place_leaves_moments_where_they_are(monkeypatch):
-    real, calls = decompose._renewed, []
+    real, calls = together._renewed, []
 
     def sometimes(factor, old, shift):
         new, sound = real(factor, old, shift)
         calls.append(len(sound))
         return (new, sound & False) if len(calls) % 2 else (new, sound)
 
-    monkeypatch.setattr(decompose, "_renewed", sometimes)
+    monkeypatch.setattr(together, "_renewed", sometimes)
     monkeypatch.setattr(renew, "_repair", lambda *_: None)
     model, optimizer, kfac = deep()
     train(model, optimizer, 0, STEPS)
@@ -1033,6 +1071,8 @@ class Own(torch.optim.AdamW):
         (torch.optim.AdamW, {}, {"curvature": "ekfac"}, "ekfac"),
         (torch.optim.AdamW, {}, {"solver": "cholesky"}, "kfac"),
         (torch.optim.AdamW, {}, {"rescale": "norm"}, "kfac"),
+        (torch.optim.AdamW, {}, {"rescale": "kl-clip", "kl_clip": 1e-4}, "adam-eigen"),
+        (torch.optim.SGD, {}, {"rescale": "kl-clip"}, "kfac"),
         (torch.optim.AdamW, {"amsgrad": True}, {}, "kfac"),
         (torch.optim.NAdam, {}, {}, "kfac"),
         (Own, {}, {}, "kfac"),
@@ -1067,6 +1107,7 @@ USUAL = ("eigen", 10, 100, (10, 100), 0.95)
         (torch.optim.AdamW, {"factor_interval": 2}, ("eigen", 2, *USUAL[2:])),
         (torch.optim.AdamW, {"inverse_interval": 30, "solver": "warm-eigen"}, ("warm-eigen", 10, 30, *USUAL[3:])),
         (torch.optim.AdamW, {"staleness": "change"}, USUAL),
+        (torch.optim.AdamW, {"staleness": "fixed", "inverse_lag": 0, "rescale": "kl-clip", "cuda_graph": True}, ADAMS),
         (torch.optim.AdamW, {"inverse_lag": 8}, USUAL),
         (torch.optim.AdamW, {"settings": Settings()}, USUAL),
         (torch.optim.SGD, {}, USUAL),

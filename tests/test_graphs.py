@@ -250,6 +250,30 @@ def test_interpreted_kernels_take_adams_steps(acted):
     assert_same(ours, theirs, 1e-3)
 
 
+def test_layouts_in_turn_have_graphs_of_their_own(acted, monkeypatch):
+    class Copied:
+        is_usable = True
+
+        def __init__(self, tensors, places, memory):
+            self.places = places
+
+        def give(self, tensors):
+            self.given = tensors
+
+        def gather(self):
+            torch._foreach_copy_(self.places, self.given)
+
+    monkeypatch.setattr(many, "Sources", Copied)
+    staged = replay.Staged()
+    for i in range(16):
+        t = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+        t = t if i % 2 else t.mT.contiguous().mT
+        (found,) = staged.run("key", lambda x: [2 * x], [3.0], [t])
+        torch.testing.assert_close(found, 6 * t)
+    assert acted
+    assert Acted.replays >= 8
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="for the session in Triton's interpreter")
 def test_interpreted_kernels_copy_what_is_measured(acted, monkeypatch):
     real, moved = many.Sources.gather, []

@@ -8,7 +8,7 @@ from helpers_ranks import on_threads
 
 from dkfac import KFAC
 from dkfac.layers.find import find_layers
-from dkfac.ops import decompose
+from dkfac.ops import decompose, together
 from dkfac.ops.decompose import Eigen, join, piece, places
 from dkfac.plan.costs import Costs
 from dkfac.plan.make import Choices, make_plan
@@ -164,18 +164,19 @@ def test_pieces_of_one_size_are_renewed_together_as_each_would_be_alone(solver):
         for w in where
     ]
     later = factor + 0.1 * torch.eye(sum(pieces), dtype=torch.float64).flip(0)[None]
-    ((found, sound),) = decompose.renewed([(later, decompose.join(start), shift, pieces)])
+    ((found, sound),) = together.renewed([(later, decompose.join(start), shift, pieces)])
     assert bool(sound.all())
     for w, old in zip(where, start, strict=True):
-        ((alone, _),) = decompose.renewed([(later[:, w, w], old, shift, ())])
+        ((alone, _),) = together.renewed([(later[:, w, w], old, shift, ())])
         for name, tensor in decompose.piece(found, w).tensors().items():
             torch.testing.assert_close(tensor, alone.tensors()[name], rtol=1e-9, atol=1e-12)
     later[1, 6, 6] = torch.nan  # in the second piece of the second block
-    ((_, sound),) = decompose.renewed([(later, decompose.join(start), shift, pieces)])
+    ((_, sound),) = together.renewed([(later, decompose.join(start), shift, pieces)])
     assert sound.tolist() == [True, False, True]
 
 
-def test_factors_of_about_one_size_are_renewed_together_as_each_would_be_alone(monkeypatch):
+@pytest.mark.parametrize("multiple", [1, 8])  # to which sizes are rounded on a GPU
+def test_factors_of_about_one_size_are_renewed_together_as_each_would_be_alone(multiple, monkeypatch):
     generator, jobs = torch.Generator().manual_seed(0), []
     for blocks, dim, pieces in ((2, 33, ()), (1, 64, (32, 32)), (3, 32, ()), (2, 12, ()), (1, 40, ())):
         rows = torch.randn(blocks, 200, dim, generator=generator, dtype=torch.float64)
@@ -187,13 +188,24 @@ def test_factors_of_about_one_size_are_renewed_together_as_each_would_be_alone(m
         jobs.append((factor + 0.1 * rows[:, :dim].mT @ rows[:, :dim] / dim, old, shift, pieces))
     diagonal = torch.rand(2, 7, generator=generator, dtype=torch.float64)
     jobs.append((diagonal, decompose.Eigen(None, diagonal + 1), torch.zeros(2), ()))
-    alone = [decompose.renewed([job])[0] for job in jobs]
-    real, sizes = decompose._renewed, []
-    monkeypatch.setattr(decompose, "_renewed", lambda *given: sizes.append(tuple(given[0].shape)) or real(*given))
-    together = decompose.renewed(jobs)
-    assert sorted(sizes) == [(1, 40, 40), (2, 7), (2, 12, 12), (7, 33, 33)]
-    for (one, flags), (other, others) in zip(together, alone, strict=True):
+    alone = [together.renewed([job])[0] for job in jobs]
+    monkeypatch.setattr(together, "aligned", lambda size, _: size + -size % multiple)
+    real, sizes = together._renewed, []
+    monkeypatch.setattr(together, "_renewed", lambda *given: sizes.append(tuple(given[0].shape)) or real(*given))
+    both = together.renewed(jobs)
+    padded = [(2, 12, 12), (7, 33, 33)] if multiple == 1 else [(2, 16, 16), (8, 40, 40)]
+    assert sorted(sizes) == sorted([*padded, (2, 7), *([(1, 40, 40)] if multiple == 1 else [])])
+    for (one, flags), (other, others) in zip(both, alone, strict=True):
         assert bool(flags.all())
         assert flags.tolist() == others.tolist()
         for name, tensor in other.tensors().items():
             torch.testing.assert_close(one.tensors()[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def test_factors_of_two_devices_are_not_renewed_together():
+    factor = torch.eye(6, dtype=torch.float64)[None] + 0.1
+    job = (factor, decompose.eigen(factor), torch.ones(1), ())
+    elsewhere = decompose.Eigen(*(t.to("meta") for t in (job[1].vectors, job[1].values)))
+    here, there = together.renewed([job, (factor.to("meta"), elsewhere, torch.ones(1, device="meta"), ())])
+    assert here[0].vectors.device.type == "cpu"
+    assert there[0].vectors.device.type == "meta"

@@ -57,8 +57,8 @@ def describe(
         rows.append([one.numel(), slot, flag, other.storage_offset(), *sizes[1:], *mine, *yours, 0])
         most, longest = max(most, DIMS - lack), max(longest, one.numel())
     device = inner[0].device if inner else torch.device("cpu")
-    meta = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, FIELDS)
-    return Items(meta, most, min(MOST_PROGRAMS, -(-longest // BLOCK)))
+    meta = on_its_way([int(number) for row in rows for number in row], device).to(device, non_blocking=True)
+    return Items(meta.view(-1, FIELDS), most, min(MOST_PROGRAMS, -(-longest // BLOCK)))
 
 
 def _reach(tensor: Tensor) -> int:
@@ -106,7 +106,6 @@ class Sources:
 
     def __init__(self, tensors: Sequence[Tensor], places: Sequence[Tensor], memory: Tensor) -> None:
         """``places``: views of the memory, which is bytes. Look at ``is_usable``."""
-        self._forms = _forms(tensors)
         self._pointers = torch.zeros(len(tensors), dtype=torch.int64, device=memory.device)
         self._moves: list[tuple[Items | None, Tensor]] = []
         dtypes = dict.fromkeys(t.dtype for t in tensors)
@@ -117,11 +116,8 @@ class Sources:
             self._moves.append((items, memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)))
         self.is_usable = self.is_usable and all(items is not None for items, _ in self._moves)
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        return self._forms == _forms(tensors)
-
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Say where they lie. They must be kept until the work is launched."""
+        """Say where tensors of the same forms lie. They must be kept until the work is launched."""
         pointers = on_its_way([t.data_ptr() for t in tensors], self._pointers.device)
         self._pointers.copy_(pointers, non_blocking=True)
 
@@ -129,10 +125,6 @@ class Sources:
         for items, memory in self._moves:
             assert items is not None
             gather(self._pointers, items, memory)
-
-
-def _forms(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 GATHER, SCATTER, STEP = range(3)

@@ -1,0 +1,114 @@
+"""Decompositions made anew from old ones, those of about one size together. Nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dkfac.ops.decompose import (
+    Decomposition,
+    Eigen,
+    Inverse,
+    from_tensors,
+    inverse_by_blocks,
+    join,
+    orthonormal,
+    piece,
+    places,
+    symmetric,
+    warm_step,
+)
+
+Job = tuple[Tensor, Decomposition, Tensor, tuple[int, ...]]
+"""A factor, its old decomposition, its share of the damping, ``[B]``, and the sizes of diagonal blocks that are
+decomposed apart."""
+
+
+def renewed(jobs: Sequence[Job]) -> list[tuple[Decomposition, Tensor]]:
+    """Return new decompositions from old ones, and which of their blocks are sound, ``[B]``; waits for nothing.
+
+    What is of about one size is decomposed together: on a GPU it is the number of small steps in a row that takes time.
+    """
+    blocks: list[tuple[Tensor, Decomposition, Tensor]] = []
+    for factor, old, shift, pieces in jobs:
+        whole = len(pieces) < 2
+        blocks += [(factor, old, shift)] if whole else [(factor[:, w, w], piece(old, w), shift) for w in places(pieces)]
+    found: dict[int, tuple[Decomposition, Tensor]] = {}
+    for size, which in _alike(blocks):
+        given = [_padded(*blocks[i], size) for i in which]
+        olds = [old.tensors() for _, old, _ in given]
+        together = from_tensors({name: torch.cat([old[name] for old in olds]) for name in olds[0]})
+        new, good = _renewed(torch.cat([f for f, _, _ in given]), together, torch.cat([s for _, _, s in given]))
+        counts = [len(blocks[i][0]) for i in which]
+        parts = zip(*(torch.split(t, counts) for t in new.tensors().values()), strict=True)
+        for i, tensors, flags in zip(which, parts, torch.split(good, counts), strict=True):
+            own = slice(blocks[i][0].shape[-1])
+            cut = {n: t[(slice(None), *[own] * (t.ndim - 1))] for n, t in zip(new.tensors(), tensors, strict=True)}
+            found[i] = from_tensors(cut), flags
+    results, begin = [], 0
+    for *_, pieces in jobs:
+        mine = [found[begin + i] for i in range(max(1, len(pieces)))]
+        begin += len(mine)
+        joined = mine[0][0] if len(mine) == 1 else join([new for new, _ in mine])
+        results.append((joined, torch.stack([flags for _, flags in mine]).all(0)))
+    return results
+
+
+ALIGNED = {0: 8, 512: 32}
+"""On a GPU, matrices from a size on are padded to a multiple: odd widths are multiplied much more slowly."""
+
+
+def aligned(size: int, device: torch.device) -> int:
+    if device.type != "cuda" or size <= ALIGNED[0]:
+        return size
+    return size + -size % next(multiple for least, multiple in reversed(ALIGNED.items()) if size >= least)
+
+
+ABOUT = 1 / 16
+"""By how much sizes may differ that are padded to one."""
+
+
+def _alike(blocks: Sequence[tuple[Tensor, Decomposition, Tensor]]) -> list[tuple[int, list[int]]]:
+    """Return which blocks are decomposed together, and the size they are padded to."""
+    found: dict[Any, list[int]] = {}
+    sizes = sorted({f.shape[-1] for f, old, _ in blocks if f.ndim == 3 and isinstance(old, Eigen)}, reverse=True)
+    padded: dict[int, int] = {}
+    for size in sizes:
+        last = next(reversed(padded.values()), size)
+        padded[size] = last if size >= last * (1 - ABOUT) else size
+    for i, (factor, old, _) in enumerate(blocks):
+        size = factor.shape[-1]
+        size = aligned(padded[size], factor.device) if factor.ndim == 3 and isinstance(old, Eigen) else size
+        found.setdefault((size, factor.ndim, factor.dtype, factor.device, type(old)), []).append(i)
+    return [(key[0], which) for key, which in found.items()]
+
+
+def _padded(factor: Tensor, old: Decomposition, shift: Tensor, size: int) -> tuple[Tensor, Decomposition, Tensor]:
+    """Return a factor of another size, the further directions apart from the others and after them."""
+    own = factor.shape[-1]
+    if own == size:
+        return factor, old, shift
+    assert isinstance(old, Eigen)
+    assert old.vectors is not None
+    more = size - own
+    vectors = F.pad(old.vectors, (0, more, 0, more))
+    vectors.diagonal(dim1=-2, dim2=-1)[:, own:] = 1
+    return F.pad(factor, (0, more, 0, more)), Eigen(vectors, F.pad(old.values, (0, more), value=-1.0)), shift
+
+
+def _renewed(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:
+    if isinstance(old, Inverse):
+        if factor.ndim == 2:
+            inverse = (factor + shift[:, None]).reciprocal()
+            return Inverse(inverse), torch.isfinite(inverse).all(-1)
+        damped = symmetric(factor)
+        damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+        matrix, sound = inverse_by_blocks(damped)
+        return Inverse(matrix), sound
+    found = warm_step(factor, old)
+    sound = torch.isfinite(found.values).all(-1)
+    return found, sound if found.vectors is None else sound & orthonormal(found.vectors)
