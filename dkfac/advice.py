@@ -33,8 +33,8 @@ try      lr {_numbers([f * r for f in (1, 3, 6) for r in rates[:1]])} x steps {s
 {_SYMPTOMS}
   {f"loss level with {name}'s":29}the learning rate is still {name}'s: go up until it breaks
   loss breaks at the peak      a longer warm-up; rescale="kl-clip", kl_clip=1e-4; split_dim just above the model's width
-  much slower per step         split_dim; factor_interval=40, inverse_interval=40, solver="warm-eigen", all three; skip=[...]
-                               for layers of a vocabulary's size; on a GPU tf32=True, cuda_graph=True, spread_refresh=20"""
+  much slower per step         split_dim; all of factor_interval=40, inverse_interval=40, solver="warm-eigen";
+                               skip=[...] for layers of a vocabulary's size; on a GPU tf32=True, cuda_graph=True"""
 
 
 def _other(name: str, rates: list[float], steps: int) -> str:
