@@ -162,7 +162,8 @@ class Staged:
             return None, key
         name = key, *[(t.shape, t.stride(), t.dtype) for t in tensors]
         if name not in self._sources:
-            if len(self._sources) >= 4 * MOST_GRAPHS:
+            if len(self._sources) >= MOST_GRAPHS:
+                self._graphs.clear()
                 self._sources.clear()
             self._sources[name] = None
             return None, key

@@ -272,6 +272,13 @@ def test_layouts_in_turn_have_graphs_of_their_own(acted, monkeypatch):
         torch.testing.assert_close(found, 6 * t)
     assert acted
     assert Acted.replays >= 8
+    monkeypatch.setattr(replay, "MOST_GRAPHS", 4)
+    for i in range(32):
+        whole = torch.randn(4, 6 + i, generator=torch.Generator().manual_seed(i))
+        for _ in range(3):
+            (found,) = staged.run("key", lambda x: [2 * x], [3.0], [whole[:, :6]])
+            torch.testing.assert_close(found, 6 * whole[:, :6])
+            assert len(staged._graphs) <= 5
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="for the session in Triton's interpreter")
