@@ -6,7 +6,8 @@ changes matter. ``limit``: how updates are held back, by layer: ``rms`` their ro
 ``kl`` all layers together, by what K-FAC's curvature says of the change in the output, as the step before had it
 (layers one by one: ``rescale="kl-clip"`` in the options). ``groups``: other learning rates by parts of names; ``size``:
 of another GPT; ``clip``: of the gradient's norm; ``warm``: share of warm-up; ``fp32``: no autocast; ``track``: every so
-many steps each weight's mean change, over the learning rate. Runs share the GPU. ``--again``: the configs of a result.
+many steps each weight's mean change, over the learning rate; ``seed``. Runs share the GPU. ``--again``: the configs of
+a result.
 ``--study cpu``: what two cores can say of it, at its width with fewer tokens, and of rhythms and ``split_dim`` at a
 third of the width.
 """

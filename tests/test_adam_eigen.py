@@ -880,7 +880,7 @@ def test_how_much_is_decomposed_together_changes_nothing(room, monkeypatch):
     assert_weights(*found, 1e-10)
 
 
-def test_a_repaired_basis_takes_the_place_of_the_old_one(monkeypatch):
+def test_a_repaired_basis_takes_the_place_of_the_old_one():
     """A captured graph reads and writes the memory it was captured with."""
     model, optimizer, kfac = deep()
     train(model, optimizer, 0, STEPS)
