@@ -2,7 +2,7 @@
 
 SGD, AdamW, Muon (AdamW for the rest), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis) have ``GRID``
 settings each, as many, tried on 5,000 held-out training images with seed 0 in three quarters of SGD's epochs. (K-FAC's
-at 1,024 were narrowed by the validation accuracies of ``--stage search``, which tried more of K-FAC than of the others.)
+at 1,024 were narrowed by the validation accuracies of ``--stage search``, which tried more of K-FAC than of others.)
 The best of each is then run with three seeds in all of SGD's epochs and in fractions of them, the schedule shortened
 (linear warm-up over a fifth, linear decay), the same data and augmentation, label smoothing 0.1. Those runs share the
 GPU, so what a step takes is measured apart (``--stage times``), one optimizer after the other, with the same settings.
