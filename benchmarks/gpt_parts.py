@@ -1,8 +1,8 @@
 """What of a GPT's step takes the host's time and what the GPU's, with Adam in the eigenbasis.
 
-The GPT of ``char_gpt.py --size small``. ``wall``: a step, nothing waits; ``host``: one that begins when the device has
-done all before; ``gpu``: of steps that are all launched before the device begins. Modes, after a start in the usual
-rhythm: steps that neither measure nor refresh, refresh alone, measure alone. Nothing else should run.
+The GPTs of ``char_gpt.py``. ``wall``: a step, nothing waits; ``host``: one that begins when the device has done all
+before; ``gpu``: of steps that are all launched before the device begins. Modes, after a start in the usual rhythm:
+steps that neither measure nor refresh, refresh alone, measure alone. Nothing else should run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from environment import write
 from dkfac import renew
 from dkfac.settings import Settings
 
-KL = {"rescale": "kl-clip", "kl_clip": 1e-4, "split_dim": 400}
+KL = {"rescale": "kl-clip", "kl_clip": 1e-4}
 RHYTHM, PATIENCE = Settings.rhythm, renew.PATIENCE
 MODES = {
     "nothing": lambda settings, n: (n == 0, n == 0),
@@ -35,12 +35,13 @@ CASES = [
 ]
 
 
-def measure(name: str, options: dict, mode: str | None, batch: int, data) -> dict[str, float]:
+def measure(name: str, options: dict, mode: str | None, size: dict, data) -> dict[str, float]:
     Settings.rhythm = RHYTHM
-    task = char_gpt.Characters(data, char_gpt.SIZES["small"] | {"batch": batch}, "cuda")
+    task = char_gpt.Characters(data, size, "cuda")
     torch.manual_seed(0)
     generator = torch.Generator("cuda").manual_seed(0)
     model = task.model().to("cuda")
+    options = options and options | {"split_dim": size["width"] + 16}
     used = transformer_study.optimizers(name, model, 3e-3, {})
     kfac = transformer_study.attach({"optimizer": name, "options": options}, task, model, used[-1])
 
@@ -85,14 +86,20 @@ def measure(name: str, options: dict, mode: str | None, batch: int, data) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="small", choices=char_gpt.SIZES)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--cases", help="by default all, separated by semicolons")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     data, found = char_gpt.read_text(4_000_000), {}
+    size = char_gpt.SIZES[args.size] | {"batch": args.batch}
+    wanted = args.cases.split(";") if args.cases else [label for label, *_ in CASES]
     for label, name, options, mode in CASES:
-        found[label] = measure(name, options, mode, args.batch, data)
+        if label not in wanted:
+            continue
+        found[label] = measure(name, options, mode, size, data)
         print(label, " ".join(f"{key} {value:.2f} ms" for key, value in found[label].items()), flush=True)
-        write(args.out, {"batch": args.batch, "milliseconds": found})
+        write(args.out, {"size": size, "milliseconds": found})
 
 
 if __name__ == "__main__":

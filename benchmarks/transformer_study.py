@@ -2,14 +2,13 @@
 
 Runs take all steps or a fraction of them, with the schedule shortened: how many steps does an optimizer need for
 AdamW's loss? For each number of steps every optimizer gets the same number of learning rates (``GRIDS``); the best by
-validation loss is run with further seeds. Several runs share the machine, so a step's time is measured apart, one
-optimizer after the other, alone. ``char_gpt.py`` and ``cifar_vit.py`` bring the tasks. ``adam-eigen@name`` is
-adam-eigen with options of its own.
+validation loss is run with further seeds. Several runs share the machine, so times are measured apart: whole runs
+without validation, one after the other, nothing else running; the lower of two, so without what compiling takes.
+``char_gpt.py`` and ``cifar_vit.py`` bring the tasks. ``adam-eigen@name`` is adam-eigen with options of its own.
 """
 
 import argparse
 import json
-import math
 import multiprocessing as mp
 import statistics
 import time
@@ -102,13 +101,11 @@ def train(config: dict, make: type[Task], data, device: str) -> dict:
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / warm) * max(0.0, 1 - t / steps)) for o in used
     ]
-    curve, seconds, last = [], 0.0, min(steps, config.get("most", steps))
-    for step in range(last + 1):
-        if "most" in config:  # the first steps compile, capture graphs, and refresh more often
-            seconds = 0.0 if step == last // 2 else seconds
-        elif step % max(1, steps // 20) == 0:
-            curve.append({"step": step, "seconds": seconds, "loss": task.validate(model)})
-        if step == last:
+    curve, seconds, alone = [], 0.0, config.get("alone", False)
+    for step in range(steps + 1):
+        if step % max(1, steps // 20) == 0:
+            curve.append({"step": step, "seconds": seconds} | ({} if alone else {"loss": task.validate(model)}))
+        if step == steps:
             break
         begin = time.perf_counter()
         x, y = task.batch(generator)
@@ -118,11 +115,11 @@ def train(config: dict, make: type[Task], data, device: str) -> dict:
         for o, schedule in zip(used, schedules, strict=True):
             o.step()
             schedule.step()
-        if device == "cuda" and (step % 60 == 59 or step + 1 == last):  # often would be what is measured
+        if device == "cuda" and (step % 60 == 59 or step + 1 == steps):  # often would be what is measured
             torch.cuda.synchronize()
         seconds += time.perf_counter() - begin
-    if "most" in config:
-        return {"seconds": seconds, "timed": last - last // 2}
+    if alone:
+        return {"seconds": seconds, "curve": curve}
     metrics = {} if kfac is None else kfac.metrics()
     if kfac is not None and "intervals" in (report := kfac.report()):
         metrics |= {"intervals": report["intervals"], "refreshed_factors": report["refreshed_factors"]}
@@ -130,13 +127,13 @@ def train(config: dict, make: type[Task], data, device: str) -> dict:
     return result | {"curve": curve, "metrics": metrics}
 
 
-def step_times(names: list[str], base: dict, best: dict, make: type[Task], data, device: str) -> dict[str, float]:
-    """Return milliseconds of a step, the lower of two rounds, nothing else running."""
-    found: dict[str, float] = {}
+def run_times(best: dict[tuple[str, float], dict], make: type[Task], data, device: str) -> dict:
+    """Return how long each run takes and how that grows, the shorter of two, nothing else running."""
+    found: dict[tuple[str, float], dict] = {}
     for _ in range(2):
-        for name in names:
-            run = train(base[name] | {"lr": best[name, 1.0], "seed": 0, "most": 240}, make, data, device)
-            found[name] = min(found.get(name, math.inf), 1e3 * run["seconds"] / run["timed"])
+        for which, config in best.items():
+            run = train(config | {"alone": True}, make, data, device)
+            found[which] = min(found.get(which, run), run, key=lambda r: r["seconds"])
     return found
 
 
@@ -164,6 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: dict) -> None:
     add("--seeds", type=int, default=3)
     add("--fractions", default="0.5,0.33", help="of the steps, which are tried too")
     add("--fractions-of", help="optimizers that take fewer steps too; by default all")
+    add("--never-all", default="", help="optimizers that do not take all steps")
     add("--options", default="{}", help="JSON: further settings of K-FAC, by optimizer")
     add("--lrs", default="{}", help="JSON: learning rates instead of the grids, by optimizer")
     add("--workers", type=int, default=2)
@@ -179,7 +177,8 @@ def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: s
     grids = {n: GRIDS[n.partition("@")[0]] for n in names} | json.loads(args.lrs)
     fractions = [1.0, *(float(f) for f in args.fractions.split(",") if f)]
     shortened = (args.fractions_of or args.optimizers).split(",")
-    wanted = [(n, f) for f in fractions for n in names if f == 1 or n in shortened]
+    wanted = [(n, f) for f in fractions for n in names if n in shortened or f == 1]
+    wanted = [(n, f) for n, f in wanted if n not in args.never_all.split(",") or f < 1]
     parameters = sum(p.numel() for p in make(data, size, "cpu").model().parameters())
     out = args.out or f"benchmarks/results/{name}_{args.size}_{'h200' if device == 'cuda' else 'cpu'}.json"
     figures = {"size": size, "parameters": parameters, "workers": args.workers, "grids": {n: grids[n] for n in names}}
@@ -189,19 +188,19 @@ def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: s
     best = {}
     for n, fraction in wanted:
         tried = [r for r in runs if (r["config"]["optimizer"], r["config"]["fraction"]) == (n, fraction)]
-        best[n, fraction] = min(tried, key=lambda r: r["final"])["config"]["lr"]
-    further = [base[n] | {"lr": lr, "seed": seed, "fraction": f} for (n, f), lr in best.items()
-               for seed in range(1, args.seeds)]  # fmt: skip
+        best[n, fraction] = min(tried, key=lambda r: r["final"])["config"]
+    further = [config | {"seed": seed} for config in best.values() for seed in range(1, args.seeds)]
     runs += run_all(further, make, data, device, args.workers)
     write(out, figures | {"runs": runs})
-    times, table = step_times(names, base, best, make, data, device), {}
-    for (n, fraction), lr in best.items():
-        chosen = [r for r in runs if r["config"] | {"seed": 0} == base[n] | {"lr": lr, "seed": 0, "fraction": fraction}]
+    times, table = run_times(best, make, data, device), {}
+    for (n, fraction), config in best.items():
+        chosen = [r for r in runs if r["config"] | {"seed": 0} == config]
         losses = [r["final"] for r in chosen]
         spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-        seconds = times[n] * chosen[0]["steps"] / 1e3
-        entry = {"lr": lr, "loss": statistics.mean(losses), "stdev": spread, "seeds": len(losses), "seconds": seconds}
-        table[f"{n} x{fraction:g}"] = entry
-        print(f"{n:12} x{fraction:<5g} lr {lr:<7g} loss {entry['loss']:.4f} +- {spread:.4f} in {seconds:.1f} s, "
-              f"{times[n]:.1f} ms a step", flush=True)  # fmt: skip
-    write(out, figures | {"step_ms": times, "table": table, "runs": runs})
+        alone = times[n, fraction]
+        entry = {"lr": config["lr"], "loss": statistics.mean(losses), "stdev": spread, "seeds": len(losses)}
+        table[f"{n} x{fraction:g}"] = entry | {"seconds": alone["seconds"], "elapsed": alone["curve"]}
+        seconds, each = alone["seconds"], 1e3 * alone["seconds"] / chosen[0]["steps"]
+        print(f"{n:12} x{fraction:<5g} lr {config['lr']:<7g} loss {entry['loss']:.4f} +- {spread:.4f} "
+              f"in {seconds:.1f} s, {each:.1f} ms a step", flush=True)  # fmt: skip
+    write(out, figures | {"table": table, "runs": runs})

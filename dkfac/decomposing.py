@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dkfac import conclude, shares, stages
+from dkfac import conclude, first, shares, stages
 from dkfac.exchange import vector
 from dkfac.layers.layer import Layer
 from dkfac.ops.precision import tf32
@@ -101,11 +101,14 @@ def _decompose_now(runner: Runner, due: list[Layer]) -> shares.Found:
     found: shares.Found = {}
     error: BaseException | None = None
     try:
+        keys = {layer.name: shares.decomposed_here(runner, layer) for layer in due}
+        found = first.decompositions(runner, due, keys)
         for layer in due:
-            keys = shares.decomposed_here(runner, layer)
+            begun = found.get(layer.name, {})
+            others = [key for key in keys[layer.name] if key not in begun]
             with tf32(False, layer.weight.device):
-                state = runner.states[layer.name]
-                found[layer.name] = stages.decompose(layer, state, keys, runner.settings, runner.step)
+                both = begun | stages.decompose(layer, runner.states[layer.name], others, runner.settings, runner.step)
+            found[layer.name] = {key: both[key] for key in keys[layer.name]}
     except Exception as caught:
         if runner.exchange is None:
             raise

@@ -17,7 +17,7 @@ from dkfac.ops.precondition import TF32_TOLERANCE, factored_damping, tf32_error
 from dkfac.ops.together import renewed
 from dkfac.settings import Settings
 from dkfac.stacks import Stack
-from dkfac.state import LayerState, bias_is_silent
+from dkfac.state import LayerState, bias_is_silent, carried
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -139,7 +139,7 @@ def _replaced(
         weight = weights[begin:end].repeat_interleave(blocks)[:, None, None]
         with tf32(settings.tf32, stack.device):
             mean = _turn(stack, gathered, rotations).square() * weight
-            bare.copy_(stages.carried(bare, mean, lambda values: _turn(stack, values, squares)))
+            bare.copy_(carried(bare, mean, lambda values: _turn(stack, values, squares)))
     return good
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dkfac.plan.spec import is_input
 from dkfac.refresh import Rung, refresh
 from dkfac.settings import Settings
 from dkfac.stacks import Stack
-from dkfac.state import Average, LayerState, mean_of_live, rotate_moments, silence_bias
+from dkfac.state import Average, LayerState, carry_moments, mean_of_live, silence_bias
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -107,8 +107,9 @@ def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
     return found
 
 
-def of_trace_one(key: str, factor: Tensor) -> Tensor:
-    """Return a factor as it is used: that of a map's positions over its trace, which is that of its channels too."""
+def used(layer: Layer, state: LayerState, key: str) -> Tensor:
+    """Return a running factor as it is used: that of a map's positions over its trace, which is its channels' too."""
+    factor = silence_bias(layer, key, state.running[key].mean())
     if key != "A_S":
         return factor
     trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -122,10 +123,8 @@ def decompose(
     shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
     found = {}
     for key in keys:
-        factor = of_trace_one(key, silence_bias(layer, key, state.running[key].mean()))
-        found[key] = refresh(
-            factor, state.decompositions.get(key), settings.solver, shifts[key], pieces(layer, key, settings, step)
-        )
+        old, parts = state.decompositions.get(key), pieces(layer, key, settings, step)
+        found[key] = refresh(used(layer, state, key), old, settings.solver, shifts[key], parts)
     return found
 
 
@@ -167,31 +166,6 @@ def adopt(
             state.moments.value = carry_moments(state.moments, state.momentum, old_basis, new_basis)
         else:
             state.moments = None
-
-
-def carry_moments(
-    moments: Average, momentum: Average | None, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None
-) -> Tensor:
-    """Return the sum of second moments in a new basis, None being that of the weights.
-
-    Squared rotations take what is in different directions of the old basis to be independent.
-    """
-    if momentum is None:
-        return rotate_moments(moments.value, old, new)
-    mean = momentum.mean() if new is None else ops.rotate(momentum.mean(), new)
-    return carried(moments.value, mean.square() * moments.weight, lambda values: rotate_moments(values, old, new))
-
-
-def carried(moments: Tensor, mean: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return Adam's second moments in a new basis; ``mean``: the square of its momentum there; ``turn``: by squares.
-
-    They differ by orders of magnitude: a turn by a degree would give a small one a thousandth of a large one, many
-    times what it was, and its direction no step for long. So a mean of their fourth roots is taken, which a little of
-    another hardly changes. Where momentum has gathered what the old basis had spread over many directions, there is
-    no less than its square, nor than a plain mean.
-    """
-    small = turn(moments.sqrt().sqrt()).square().square()
-    return torch.maximum(small, torch.minimum(turn(moments), mean))
 
 
 def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:

@@ -16,7 +16,6 @@ from dkfac.ops.decompose import Eigen
 from dkfac.reduce import Look
 from dkfac.settings import Settings
 from dkfac.shares import Found
-from dkfac.state import LayerState, silence_bias
 
 if TYPE_CHECKING:
     from dkfac.run import Runner
@@ -162,7 +161,7 @@ class Staleness:
     def _change(self, runner: Runner, name: Name, old: Seen) -> Tensor | float:
         layer, state = runner.by_name[name[0]], runner.states[name[0]]
         if self._is_basis(layer, name[1]):
-            return off_diagonal(_running(layer, state, name[1]), old.value)
+            return off_diagonal(stages.used(layer, state, name[1]), old.value)
         look = self.statistics[name].look()
         return math.inf if look is None else change(look, old)
 
@@ -275,10 +274,6 @@ def _judges(runner: Runner, name: Name) -> bool:
     layer = runner.by_name[name[0]].spec
     index = [factor.key for factor in layer.factors].index(name[1])
     return runner.placements[name[0]].decomposed_by[index][0] == runner.rank
-
-
-def _running(layer: Layer, state: LayerState, key: str) -> Tensor:
-    return stages.of_trace_one(key, silence_bias(layer, key, state.running[key].mean()))
 
 
 def _save_tensors(statistic: Statistic, layer: Layer, shape: tuple[int, ...]) -> dict[str, Tensor]:

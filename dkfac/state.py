@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors, mean_eigenvalue
-from dkfac.ops.precondition import on_map
+from dkfac.ops.precondition import on_map, rotate
 from dkfac.plan.spec import is_input
 
 
@@ -118,6 +119,31 @@ def mean_of_live(layer: Layer, key: str, factor: Tensor) -> Tensor:
 def bias_is_silent(layer: Layer, key: str) -> bool:
     """Whether a folded bias was frozen after attach and is to be left out of a factor."""
     return key in ("A", "F") and layer.has_bias and not layer.bias_is_live
+
+
+def carry_moments(
+    moments: Average, momentum: Average | None, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None
+) -> Tensor:
+    """Return the sum of second moments in a new basis, None being that of the weights.
+
+    Squared rotations take what is in different directions of the old basis to be independent.
+    """
+    if momentum is None:
+        return rotate_moments(moments.value, old, new)
+    mean = momentum.mean() if new is None else rotate(momentum.mean(), new)
+    return carried(moments.value, mean.square() * moments.weight, lambda values: rotate_moments(values, old, new))
+
+
+def carried(moments: Tensor, mean: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return Adam's second moments in a new basis; ``mean``: the square of its momentum there; ``turn``: by squares.
+
+    They differ by orders of magnitude: a turn by a degree would give a small one a thousandth of a large one, many
+    times what it was, and its direction no step for long. So a mean of their fourth roots is taken, which a little of
+    another hardly changes. Where momentum has gathered what the old basis had spread over many directions, there is
+    no less than its square, nor than a plain mean.
+    """
+    small = turn(moments.sqrt().sqrt()).square().square()
+    return torch.maximum(small, torch.minimum(turn(moments), mean))
 
 
 def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None) -> Tensor:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from dkfac import KFAC, Settings, adam, inplace, renew, stages
 from dkfac.ops import decompose, together
 from dkfac.plan.strategies import FULL_STATISTICS
+from dkfac.state import carried
 
 OPTIONS = {"announce": False, "curvature": "adam-eigen", "solver": "eigen", "warmup_refresh": None}
 RHYTHM = {"factor_interval": 2, "inverse_interval": 4, "factor_decay": 0.9}
@@ -372,7 +373,7 @@ def test_moments_that_a_new_basis_makes_too_small_do_not_make_a_step_too_long():
 def test_a_little_of_a_large_moment_does_not_drown_a_small_one():
     angle = torch.tensor(0.02, dtype=torch.float64)
     turn = torch.tensor([[angle.cos(), angle.sin()], [-angle.sin(), angle.cos()]])
-    found = stages.carried(
+    found = carried(
         torch.tensor([[1.0], [1e-8]], dtype=torch.float64), torch.zeros(2, 1), lambda x: turn**2 @ x
     ).flatten()  # fmt: skip
     assert found[0] == pytest.approx(1.0, rel=2e-3)
@@ -1037,7 +1038,7 @@ def test_a_layer_whose_basis_was_kept_goes_on_in_the_same_moments(monkeypatch):
     train(model, optimizer, 0, 10)
     runner, layer = kfac._runner, kfac.layers[-1]
     before = runner.states[layer.name].moments.value
-    monkeypatch.setattr(stages, "refresh", lambda factor, old, solver, shift, pieces: (old, "kept"))
+    monkeypatch.setattr(stages, "refresh", lambda factor, old, *_: (old, "kept"))
     renew._repair(runner, layer, "A")
     assert runner.states[layer.name].moments.value is before
 

@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "updates": {"adam", "exchange", "layers", "ops", "run", "shares", "stacks", "stages"},
     "exchange": {"comm", "ops", "plan"},
     "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "settings", "stages"},
-    "decomposing": {"conclude", "exchange", "layers", "ops", "run", "shares", "stages", "staleness"},
+    "first": {"inplace", "layers", "ops", "run", "shares", "stages"},
+    "decomposing": {"conclude", "exchange", "first", "layers", "ops", "run", "shares", "stages", "staleness"},
     "staleness": {"layers", "ops", "reduce", "run", "settings", "shares", "stages", "state"},
     "later": {"layers", "ops", "run", "settings", "shares", "stages", "state"},
     "run": {

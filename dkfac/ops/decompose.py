@@ -239,14 +239,11 @@ def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
     """
     gram = image.mT @ image
     gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+    if image.shape[-1] > 2 * LEAF:  # solved for together, larger ones are taken one after the other, in small steps
+        root = torch.zeros_like(gram)
+        _inverse_root(gram, root)
+        return image @ root.mT
     lower, _ = torch.linalg.cholesky_ex(gram)
-    if image.shape[-1] <= 512 or len(image) <= 8:
-        return _over(image, lower)
-    # Larger batches may go to MAGMA, whose tables of pointers do not outlive the call, as a CUDA graph would need them.
-    return torch.cat([_over(*pair) for pair in zip(torch.split(image, 8), torch.split(lower, 8), strict=True)])
-
-
-def _over(image: Tensor, lower: Tensor) -> Tensor:
     solved: Tensor = torch.linalg.solve_triangular(lower.mT, image, upper=True, left=False)
     return solved
 

@@ -1,0 +1,75 @@
+"""Where warm-eigen begins on a device that has no fast decomposition of small matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dkfac import stages
+from dkfac.inplace import TOGETHER_BYTES
+from dkfac.layers.layer import Layer
+from dkfac.ops.decompose import Decomposition, Eigen, from_tensors
+from dkfac.ops.precision import tf32
+from dkfac.ops.together import renewed
+from dkfac.shares import Found
+
+if TYPE_CHECKING:
+    from dkfac.run import Runner
+
+FIRST = {"cuda": (96, 1024)}
+"""By kind of device: sizes for which many products take less time than one decomposition after the other."""
+ITERATIONS = 10
+
+
+def decompositions(runner: Runner, layers: list[Layer], keys: dict[str, list[str]]) -> Found:
+    """Return bases for warm-eigen to begin with, near those of the eigenvectors; none of what is to be decomposed.
+
+    Subspace iteration from the basis of the weights: of a GPT's first factors what is left off the diagonal is a
+    hundredth, and eigenvalues are right to a hundredth. A GPU decomposes one small matrix in ten milliseconds, and goes
+    through an iteration with thirty in three. What does not become orthonormal is left out.
+    """
+    found: Found = {}
+    chosen, num_bytes = list[tuple[Layer, str]](), 0
+    for layer in layers if runner.settings.solver == "warm-eigen" else []:
+        for key in keys[layer.name]:
+            if not _is_meant(runner, layer, key):
+                continue
+            size = layer.spec.factor(key).num_elements * layer.dtype.itemsize
+            if chosen and num_bytes + size > TOGETHER_BYTES:
+                _iterate(runner, chosen, found)
+                chosen, num_bytes = [], 0
+            chosen.append((layer, key))
+            num_bytes += size
+    if chosen:
+        _iterate(runner, chosen, found)
+    return found
+
+
+def _is_meant(runner: Runner, layer: Layer, key: str) -> bool:
+    least, most = FIRST.get(layer.weight.device.type, (1, 0))
+    width = max(stages.pieces(layer, key, runner.settings, runner.step))
+    is_dense = layer.spec.factor(key).form == "dense"
+    return is_dense and least <= width <= most and key not in runner.states[layer.name].decompositions
+
+
+def _iterate(runner: Runner, chosen: list[tuple[Layer, str]], found: Found) -> None:
+    """Iterate with some factors together, and keep what is sound."""
+    factors = [stages.used(layer, runner.states[layer.name], key) for layer, key in chosen]
+    pieces = [stages.pieces(layer, key, runner.settings, runner.step) for layer, key in chosen]
+    made = [(_weights_own(factor), torch.ones(len(factor), dtype=torch.bool)) for factor in factors]
+    with tf32(False, factors[0].device):
+        for _ in range(ITERATIONS):
+            parts = zip(factors, made, pieces, strict=True)
+            made = renewed([(factor, old, factor.new_zeros(len(factor)), widths) for factor, (old, _), widths in parts])
+    for (layer, key), (new, sound) in zip(chosen, made, strict=True):
+        if isinstance(new, Eigen) and bool(sound.all()):
+            # Not parts of what was decomposed together, all of which they would keep.
+            own = {name: t.clone(memory_format=torch.contiguous_format) for name, t in new.tensors().items()}
+            found.setdefault(layer.name, {})[key] = from_tensors(own), "ok"
+
+
+def _weights_own(factor: Tensor) -> Decomposition:
+    basis = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    return Eigen(basis.expand_as(factor), factor.diagonal(dim1=-2, dim2=-1))
