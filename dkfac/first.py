@@ -58,11 +58,9 @@ def _iterate(runner: Runner, chosen: list[tuple[Layer, str]], found: Found) -> N
     """Iterate with some factors together, and keep what is sound."""
     factors = [stages.used(layer, runner.states[layer.name], key) for layer, key in chosen]
     pieces = [stages.pieces(layer, key, runner.settings, runner.step) for layer, key in chosen]
-    made = [(_weights_own(factor), torch.ones(len(factor), dtype=torch.bool)) for factor in factors]
     with tf32(False, factors[0].device):
-        for _ in range(ITERATIONS):
-            parts = zip(factors, made, pieces, strict=True)
-            made = renewed([(factor, old, factor.new_zeros(len(factor)), widths) for factor, (old, _), widths in parts])
+        jobs = [(f, _weights_own(f), f.new_zeros(len(f)), widths) for f, widths in zip(factors, pieces, strict=True)]
+        made = renewed(jobs, times=ITERATIONS)
     for (layer, key), (new, sound) in zip(chosen, made, strict=True):
         if isinstance(new, Eigen) and bool(sound.all()):
             # Not parts of what was decomposed together, all of which they would keep.

@@ -9,6 +9,7 @@ from torch import nn
 
 from dkfac import KFAC, first
 from dkfac.ops import decompose
+from dkfac.ops.together import renewed
 
 
 def train(steps=1, **options):
@@ -77,7 +78,7 @@ def test_other_solvers_and_devices_decompose(decompositions, monkeypatch):
 
 
 def test_what_does_not_become_orthonormal_is_decomposed(decompositions, monkeypatch):
-    def spoiled(jobs):
+    def spoiled(jobs, times):
         return [(old, torch.zeros(len(factor), dtype=torch.bool)) for factor, old, *_ in jobs]
 
     monkeypatch.setattr(first, "renewed", spoiled)
@@ -95,10 +96,23 @@ def test_on_a_gpu_bases_are_near_the_eigenvectors(split_dim):
     model = nn.Sequential(nn.Linear(200, 700), nn.GELU(), nn.Linear(700, 300), nn.GELU(), nn.Linear(300, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     kfac = KFAC(model, optimizer, announce=False, split_dim=split_dim)
-    x = torch.randn(2000, 200, device="cuda")
+    x = torch.randn(2000, 200, device="cuda") * torch.logspace(0, -2, 200, device="cuda")
     F.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
     optimizer.step()
     for state in kfac._runner.states.values():
         for key, found in state.decompositions.items():
             assert decompose.is_orthonormal(found.vectors)
             assert off_diagonal(state.running[key].mean(), found.vectors) < 0.05
+
+
+def test_of_padded_factors_without_rank_no_direction_is_lost():
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 5, size) for size in (32, 33, 31) * 4]
+    factors = [row.mT @ row for row in rows]
+    jobs = [
+        (f, decompose.Eigen(torch.eye(len(f[0]))[None], f[0].diagonal()[None]), torch.zeros(1), ()) for f in factors
+    ]
+    for factor, (found, sound) in zip(factors, renewed(jobs, times=8), strict=True):
+        assert sound.all()
+        assert decompose.is_orthonormal(found.vectors)
+        assert off_diagonal(factor, found.vectors) < 0.05

@@ -28,10 +28,11 @@ Job = tuple[Tensor, Decomposition, Tensor, tuple[int, ...]]
 decomposed apart."""
 
 
-def renewed(jobs: Sequence[Job]) -> list[tuple[Decomposition, Tensor]]:
+def renewed(jobs: Sequence[Job], times: int = 1) -> list[tuple[Decomposition, Tensor]]:
     """Return new decompositions from old ones, and which of their blocks are sound, ``[B]``; waits for nothing.
 
     What is of about one size is decomposed together: on a GPU it is the number of small steps in a row that takes time.
+    ``times``: bases are improved so often.
     """
     blocks: list[tuple[Tensor, Decomposition, Tensor]] = []
     for factor, old, shift, pieces in jobs:
@@ -42,8 +43,11 @@ def renewed(jobs: Sequence[Job]) -> list[tuple[Decomposition, Tensor]]:
         given = [_padded(*blocks[i], size) for i in which]
         olds = [old.tensors() for _, old, _ in given]
         together = from_tensors({name: torch.cat([old[name] for old in olds]) for name in olds[0]})
-        new, good = _renewed(torch.cat([f for f, _, _ in given]), together, torch.cat([s for _, _, s in given]))
         counts = [len(blocks[i][0]) for i in which]
+        factors, shifts = torch.cat([f for f, _, _ in given]), torch.cat([s for _, _, s in given])
+        new, good = _renewed(factors, together, shifts)
+        for _ in range(times - 1):
+            new, good = _renewed(factors, _sorted_apart(new, [blocks[i][0].shape[-1] for i in which], counts), shifts)
         parts = zip(*(torch.split(t, counts) for t in new.tensors().values()), strict=True)
         for i, tensors, flags in zip(which, parts, torch.split(good, counts), strict=True):
             own = slice(blocks[i][0].shape[-1])
@@ -98,6 +102,16 @@ def _padded(factor: Tensor, old: Decomposition, shift: Tensor, size: int) -> tup
     vectors = F.pad(old.vectors, (0, more, 0, more))
     vectors.diagonal(dim1=-2, dim2=-1)[:, own:] = 1
     return F.pad(factor, (0, more, 0, more)), Eigen(vectors, F.pad(old.values, (0, more), value=-1.0)), shift
+
+
+def _sorted_apart(found: Decomposition, own: list[int], counts: list[int]) -> Decomposition:
+    """Return bases in which the further directions of padded factors come after the others, as at first."""
+    if not isinstance(found, Eigen) or found.vectors is None:
+        return found
+    values = found.values.clone()
+    for size, part in zip(own, torch.split(values, counts), strict=True):
+        part[:, size:] = -1.0
+    return Eigen(found.vectors, values)
 
 
 def _renewed(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:
