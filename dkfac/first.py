@@ -27,8 +27,8 @@ def decompositions(runner: Runner, layers: list[Layer], keys: dict[str, list[str
     """Return bases for warm-eigen to begin with, near those of the eigenvectors; none of what is to be decomposed.
 
     Subspace iteration from the basis of the weights: of a GPT's first factors what is left off the diagonal is a
-    hundredth, and eigenvalues are right to a hundredth. A GPU decomposes one small matrix in ten milliseconds, and goes
-    through an iteration with thirty in three. What does not become orthonormal is left out.
+    hundredth, and eigenvalues are right to a hundredth. A GPU decomposes small matrices one after the other, each in the
+    time of an iteration with many (``benchmarks/gpu_eigen.py``). What does not become orthonormal is left out.
     """
     found: Found = {}
     chosen, num_bytes = list[tuple[Layer, str]](), 0
