@@ -3,7 +3,7 @@
 Runs take all steps or a fraction of them, with the schedule shortened: how many steps does an optimizer need for
 AdamW's loss? For each number of steps every optimizer gets the same number of learning rates (``GRIDS``); the best by
 validation loss is run with further seeds. Several runs share the machine, so times are measured apart: whole runs
-without validation, one after the other, nothing else running; the lower of two, so without what compiling takes.
+without validation, one after the other, nothing else running; the least of ``--rounds``, so without compiling.
 ``char_gpt.py`` and ``cifar_vit.py`` bring the tasks. ``adam-eigen@name`` is adam-eigen with options of its own.
 """
 
@@ -127,14 +127,14 @@ def train(config: dict, make: type[Task], data, device: str) -> dict:
     return result | {"curve": curve, "metrics": metrics}
 
 
-def run_times(best: dict[tuple[str, float], dict], make: type[Task], data, device: str) -> dict:
-    """Return how long each run takes and how that grows, the shorter of two, nothing else running."""
-    found: dict[tuple[str, float], dict] = {}
-    for _ in range(2):
+def run_times(best: dict[tuple[str, float], dict], make: type[Task], data, device: str, rounds: int) -> dict:
+    """Return how long each run takes and how that grows, the shortest of rounds in which all take turns."""
+    found: dict[tuple[str, float], list[dict]] = {which: [] for which in best}
+    for _ in range(rounds):
         for which, config in best.items():
-            run = train(config | {"alone": True}, make, data, device)
-            found[which] = min(found.get(which, run), run, key=lambda r: r["seconds"])
-    return found
+            found[which].append(train(config | {"alone": True}, make, data, device))
+    shortest = {which: min(runs, key=lambda r: r["seconds"]) for which, runs in found.items()}
+    return {which: run | {"rounds": [r["seconds"] for r in found[which]]} for which, run in shortest.items()}
 
 
 def run_all(configs: list[dict], make: type[Task], data, device: str, workers: int) -> list[dict]:
@@ -165,6 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: dict) -> None:
     add("--options", default="{}", help="JSON: further settings of K-FAC, by optimizer")
     add("--lrs", default="{}", help="JSON: learning rates instead of the grids, by optimizer")
     add("--workers", type=int, default=2)
+    add("--rounds", type=int, default=2, help="in which whole runs are timed")
     add("--out")
 
 
@@ -192,14 +193,15 @@ def study(args: argparse.Namespace, make: type[Task], sizes: dict, data, name: s
     further = [config | {"seed": seed} for config in best.values() for seed in range(1, args.seeds)]
     runs += run_all(further, make, data, device, args.workers)
     write(out, figures | {"runs": runs})
-    times, table = run_times(best, make, data, device), {}
+    times, table = run_times(best, make, data, device, args.rounds), {}
     for (n, fraction), config in best.items():
         chosen = [r for r in runs if r["config"] | {"seed": 0} == config]
         losses = [r["final"] for r in chosen]
         spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
         alone = times[n, fraction]
         entry = {"lr": config["lr"], "loss": statistics.mean(losses), "stdev": spread, "seeds": len(losses)}
-        table[f"{n} x{fraction:g}"] = entry | {"seconds": alone["seconds"], "elapsed": alone["curve"]}
+        table[f"{n} x{fraction:g}"] = entry | {"seconds": alone["seconds"], "rounds": alone["rounds"]}
+        table[f"{n} x{fraction:g}"]["elapsed"] = alone["curve"]
         seconds, each = alone["seconds"], 1e3 * alone["seconds"] / chosen[0]["steps"]
         print(f"{n:12} x{fraction:<5g} lr {config['lr']:<7g} loss {entry['loss']:.4f} +- {spread:.4f} "
               f"in {seconds:.1f} s, {each:.1f} ms a step", flush=True)  # fmt: skip

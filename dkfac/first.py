@@ -27,12 +27,17 @@ def decompositions(runner: Runner, layers: list[Layer], keys: dict[str, list[str
     """Return bases for warm-eigen to begin with, near those of the eigenvectors; none of what is to be decomposed.
 
     Subspace iteration from the basis of the weights: of a GPT's first factors what is left off the diagonal is a
-    hundredth, and eigenvalues are right to a hundredth. A GPU decomposes small matrices one after the other, each in the
-    time of an iteration with many (``benchmarks/gpu_eigen.py``). What does not become orthonormal is left out.
+    hundredth, and eigenvalues are right to a hundredth. A GPU decomposes small matrices one after the other, each in
+    the time of an iteration with many (``benchmarks/gpu_eigen.py``). What does not become orthonormal is left out.
+
+    Not with several ranks: those that decompose the same factor must find the same, to the bit, and what a batch gives
+    may depend on what else is in it.
     """
     found: Found = {}
+    if runner.exchange is not None or runner.settings.solver != "warm-eigen":
+        return found
     chosen, num_bytes = list[tuple[Layer, str]](), 0
-    for layer in layers if runner.settings.solver == "warm-eigen" else []:
+    for layer in layers:
         for key in keys[layer.name]:
             if not _is_meant(runner, layer, key):
                 continue

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_ranks import on_threads
 from torch import nn
 
 from dkfac import KFAC, first
@@ -58,6 +59,12 @@ def test_bases_are_near_the_eigenvectors_and_eigh_is_asked_for_other_sizes_alone
         assert decompose.is_orthonormal(vectors)
         assert off_diagonal(factor, vectors) < 0.05
     assert kfac.metrics()["fallbacks_float64"] == 0
+
+
+def test_ranks_decompose_each_factor_alone(decompositions):
+    """Several may decompose the same one, and must find the same."""
+    on_threads(2, lambda rank: train()[1])
+    assert sorted(set(decompositions)) == [7, 41, 50, 51, 96, 97]
 
 
 def test_training_goes_as_it_does_from_eigenvectors(decompositions, monkeypatch):
