@@ -30,16 +30,19 @@ def decompositions(runner: Runner, layers: list[Layer], keys: dict[str, list[str
     hundredth, and eigenvalues are right to a hundredth. A GPU decomposes small matrices one after the other, each in
     the time of an iteration with many (``benchmarks/gpu_eigen.py``). What does not become orthonormal is left out.
 
-    Not with several ranks: those that decompose the same factor must find the same, to the bit, and what a batch gives
+    A factor that several ranks decompose is taken alone: they must find the same, to the bit, and what comes of a batch
     may depend on what else is in it.
     """
     found: Found = {}
-    if runner.exchange is not None or runner.settings.solver != "warm-eigen":
+    if runner.settings.solver != "warm-eigen":
         return found
     chosen, num_bytes = list[tuple[Layer, str]](), 0
     for layer in layers:
         for key in keys[layer.name]:
             if not _is_meant(runner, layer, key):
+                continue
+            if _is_shared(runner, layer, key):
+                _iterate(runner, [(layer, key)], found)
                 continue
             size = layer.spec.factor(key).num_elements * layer.dtype.itemsize
             if chosen and num_bytes + size > TOGETHER_BYTES:
@@ -59,13 +62,23 @@ def _is_meant(runner: Runner, layer: Layer, key: str) -> bool:
     return is_dense and least <= width <= most and key not in runner.states[layer.name].decompositions
 
 
+def _is_shared(runner: Runner, layer: Layer, key: str) -> bool:
+    by = runner.placements[layer.name].decomposed_by
+    return any(f.key == key and len(ranks) > 1 for f, ranks in zip(layer.spec.factors, by, strict=True))
+
+
 def _iterate(runner: Runner, chosen: list[tuple[Layer, str]], found: Found) -> None:
     """Iterate with some factors together, and keep what is sound."""
     factors = [stages.used(layer, runner.states[layer.name], key) for layer, key in chosen]
     pieces = [stages.pieces(layer, key, runner.settings, runner.step) for layer, key in chosen]
-    with tf32(False, factors[0].device):
-        jobs = [(f, _weights_own(f), f.new_zeros(len(f)), widths) for f, widths in zip(factors, pieces, strict=True)]
-        made = renewed(jobs, times=ITERATIONS)
+    jobs = [(f, _weights_own(f), f.new_zeros(len(f)), widths) for f, widths in zip(factors, pieces, strict=True)]
+    try:
+        with tf32(False, factors[0].device):
+            made = renewed(jobs, times=ITERATIONS)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a solver library's own: the ladder of refresh.py is next
+        return
     for (layer, key), (new, sound) in zip(chosen, made, strict=True):
         if isinstance(new, Eigen) and bool(sound.all()):
             # Not parts of what was decomposed together, all of which they would keep.

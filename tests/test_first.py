@@ -1,11 +1,14 @@
 """Where warm-eigen begins on a GPU: with iterations instead of a decomposition. The CPU is taken for one."""
 
+import itertools
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers_ranks import on_threads
+from helpers_training import LOCK
 from torch import nn
 
 from dkfac import KFAC, first
@@ -61,10 +64,70 @@ def test_bases_are_near_the_eigenvectors_and_eigh_is_asked_for_other_sizes_alone
     assert kfac.metrics()["fallbacks_float64"] == 0
 
 
-def test_ranks_decompose_each_factor_alone(decompositions):
-    """Several may decompose the same one, and must find the same."""
-    on_threads(2, lambda rank: train()[1])
-    assert sorted(set(decompositions)) == [7, 41, 50, 51, 96, 97]
+def train_on_a_rank(rank, options, sizes, steps, dtype):
+    with LOCK:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)))
+    model = model.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    given = {"solver": "warm-eigen", "factor_interval": 1, "inverse_interval": 5, "damping": 1e-3, "announce": False}
+    KFAC(model, optimizer, **(given | options))
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(steps):
+        x = torch.randn(480, sizes[0], generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+        own = x.chunk(world_size)[rank]
+        optimizer.zero_grad()
+        F.cross_entropy(model(own), own[:, : sizes[-1]].argmax(1)).backward()
+        for p in model.parameters() if world_size > 1 else []:
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "adam-eigen"])
+@pytest.mark.parametrize("strategy", ["spd", "replicated", "comm-opt"])
+def test_ranks_find_the_same_to_the_bit(decompositions, strategy, curvature):
+    """Some decompose the same factors, beside others of their own."""
+    options = {"strategy": strategy, "curvature": curvature}
+    sizes = [40, 43, 45, 47, 49, 51, 48, 44, 10]
+    ranks = on_threads(4, train_on_a_rank, options, sizes, 6, torch.float32)
+    assert set(decompositions) == {10}
+    for other in ranks[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(ranks[0], other, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["spd", "replicated", "comm-opt"])
+def test_the_number_of_ranks_changes_nothing(decompositions, strategy):
+    sizes = [44, 46, 48, 45, 10]
+    alone = train_on_a_rank(0, {"curvature": "kfac"}, sizes, 10, torch.float64)
+    options = {"curvature": "kfac", "strategy": strategy}
+    (several, _) = on_threads(2, train_on_a_rank, options, sizes, 10, torch.float64)
+    for p, q in zip(alone, several, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+    assert set(decompositions) == {10}
+
+
+def test_an_error_of_a_solver_library_ends_nothing(decompositions, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("cusolver error")
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
+    _, loss = train()
+    assert len(decompositions) == 6
+    assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize("rectified", [False, True])
+@pytest.mark.parametrize(("size", "rows"), [(768, 384), (1000, 500)])
+def test_large_factors_without_rank_become_orthonormal(size, rows, rectified):
+    torch.manual_seed(0)
+    x = torch.randn(rows, size)
+    x = torch.relu(x) if rectified else x
+    factor = (x.mT @ x / rows)[None]
+    job = (factor, decompose.Eigen(torch.eye(size)[None], factor[0].diagonal()[None]), torch.zeros(1), ())
+    ((_, sound),) = renewed([job], times=first.ITERATIONS)
+    assert sound.all()
 
 
 def test_training_goes_as_it_does_from_eigenvectors(decompositions, monkeypatch):

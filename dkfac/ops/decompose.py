@@ -239,13 +239,31 @@ def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
     """
     gram = image.mT @ image
     gram.diagonal(dim1=-2, dim2=-1).add_(shift)
-    if image.shape[-1] > 2 * LEAF:  # solved for together, larger ones are taken one after the other, in small steps
-        root = torch.zeros_like(gram)
-        _inverse_root(gram, root)
-        return image @ root.mT
     lower, _ = torch.linalg.cholesky_ex(gram)
+    if image.shape[-1] > 2 * LEAF:  # solved for together, larger ones are taken one after the other, in small steps
+        inverse = torch.zeros_like(lower)
+        _invert_lower(lower, inverse)
+        return image @ inverse.mT
     solved: Tensor = torch.linalg.solve_triangular(lower.mT, image, upper=True, left=False)
     return solved
+
+
+def _invert_lower(lower: Tensor, inverse: Tensor) -> None:
+    """Set ``inverse``, which is zero, to the inverses of lower triangles, by halves.
+
+    (Inverses of halves in the decomposition itself, as in ``_inverse_root``, lose too much: the columns of a factor
+    without rank are nearly dependent.)
+    """
+    dim = lower.shape[-1]
+    if dim <= LEAF:
+        identity = torch.eye(dim, dtype=lower.dtype, device=lower.device)
+        inverse.copy_(torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False))
+        return
+    half = (dim // 2 + LEAF - 1) // LEAF * LEAF
+    first, second = inverse[:, :half, :half], inverse[:, half:, half:]
+    _invert_lower(lower[:, :half, :half], first)
+    _invert_lower(lower[:, half:, half:], second)
+    inverse[:, half:, :half] = (second @ lower[:, half:, :half] @ first).neg_()
 
 
 def _polished(basis: Tensor) -> Tensor:
