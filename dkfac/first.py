@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dkfac import stages
-from dkfac.inplace import TOGETHER_BYTES
+from dkfac.inplace import in_bytes
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors
 from dkfac.ops.precision import tf32
@@ -26,9 +26,9 @@ ITERATIONS = 10
 def decompositions(runner: Runner, layers: list[Layer], keys: dict[str, list[str]]) -> Found:
     """Return bases for warm-eigen to begin with, near those of the eigenvectors; none of what is to be decomposed.
 
-    Subspace iteration from the basis of the weights: of a GPT's first factors what is left off the diagonal is a
-    hundredth, and eigenvalues are right to a hundredth. A GPU decomposes small matrices one after the other, each in
-    the time of an iteration with many (``benchmarks/gpu_eigen.py``). What does not become orthonormal is left out.
+    Subspace iteration from the basis of the weights: a few hundredths of a factor are left off the diagonal, more where
+    its spectrum is flat. A GPU decomposes small matrices one after the other, and iterates with many at once
+    (``benchmarks/gpu_eigen.py`` times both). What does not become orthonormal is left out.
 
     A factor that several ranks decompose is taken alone: they must find the same, to the bit, and what comes of a batch
     may depend on what else is in it.
@@ -36,21 +36,13 @@ def decompositions(runner: Runner, layers: list[Layer], keys: dict[str, list[str
     found: Found = {}
     if runner.settings.solver != "warm-eigen":
         return found
-    chosen, num_bytes = list[tuple[Layer, str]](), 0
-    for layer in layers:
-        for key in keys[layer.name]:
-            if not _is_meant(runner, layer, key):
-                continue
-            if _is_shared(runner, layer, key):
-                _iterate(runner, [(layer, key)], found)
-                continue
-            size = layer.spec.factor(key).num_elements * layer.dtype.itemsize
-            if chosen and num_bytes + size > TOGETHER_BYTES:
-                _iterate(runner, chosen, found)
-                chosen, num_bytes = [], 0
-            chosen.append((layer, key))
-            num_bytes += size
-    if chosen:
+    wanted = [(layer, key) for layer in layers for key in keys[layer.name] if _is_meant(runner, layer, key)]
+    for layer, key in wanted:
+        if _is_shared(runner, layer, key):
+            _iterate(runner, [(layer, key)], found)
+    own = [(layer, key) for layer, key in wanted if not _is_shared(runner, layer, key)]
+    sizes = [layer.spec.factor(key).num_elements * layer.dtype.itemsize for layer, key in own]
+    for chosen in in_bytes(zip(own, sizes, strict=True)):
         _iterate(runner, chosen, found)
     return found
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from dkfac.state import LayerState, bias_is_silent, carried
 if TYPE_CHECKING:
     from dkfac.run import Runner
 
+Item = TypeVar("Item")
 ROUNDING = "rounding"
 """In the place of a factor's key: whether a layer may be preconditioned in TF32."""
 Part = tuple[Stack, int, int]
@@ -48,18 +49,27 @@ TOGETHER_BYTES = 128 * 2**20
 """Of factors that are decomposed together; what is needed for it is about ten times as much."""
 
 
+def in_bytes(items: Iterable[tuple[Item, int]]) -> Iterator[list[Item]]:
+    """Yield items in lists that are decomposed together. Each comes with the bytes of its factors."""
+    chosen, num_bytes = list[Item](), 0
+    for item, size in items:
+        if chosen and num_bytes + size > TOGETHER_BYTES:
+            yield chosen
+            chosen, num_bytes = [], 0
+        chosen.append(item)
+        num_bytes += size
+    if chosen:
+        yield chosen
+
+
 def renew(parts: list[Part], runner: Runner) -> list[dict[str, Tensor]]:
     """Replace decompositions where the new ones are good; returns which are, ``[layers]``, by part and factor."""
-    found, chosen, num_bytes = list[dict[str, Tensor]](), list[Part](), 0
-    for part in parts:
-        stack, begin, end = part
-        size = stack.dtype.itemsize * (end - begin) * sum(f.num_elements for f in stack.layers[0].spec.factors)
-        if chosen and num_bytes + size > TOGETHER_BYTES:
-            found += _renew(chosen, runner)
-            chosen, num_bytes = [], 0
-        chosen.append(part)
-        num_bytes += size
-    return found + _renew(chosen, runner)
+    return [good for some in in_bytes((part, _num_bytes(part)) for part in parts) for good in _renew(some, runner)]
+
+
+def _num_bytes(part: Part) -> int:
+    stack, begin, end = part
+    return stack.dtype.itemsize * (end - begin) * sum(f.num_elements for f in stack.layers[0].spec.factors)
 
 
 def _renew(parts: list[Part], runner: Runner) -> list[dict[str, Tensor]]:

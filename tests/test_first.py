@@ -11,7 +11,7 @@ from helpers_ranks import on_threads
 from helpers_training import LOCK
 from torch import nn
 
-from dkfac import KFAC, first
+from dkfac import KFAC, first, inplace
 from dkfac.ops import decompose
 from dkfac.ops.together import renewed
 
@@ -47,13 +47,13 @@ def off_diagonal(factor, vectors):
     return float((turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))).norm() / turned.norm())
 
 
-@pytest.mark.parametrize("together", [first.TOGETHER_BYTES, 1])
+@pytest.mark.parametrize("together", [inplace.TOGETHER_BYTES, 1])
 @pytest.mark.parametrize(("split_dim", "others"), [(None, [7, 97]), (48, [7])])
 def test_bases_are_near_the_eigenvectors_and_eigh_is_asked_for_other_sizes_alone(
     decompositions, monkeypatch, split_dim, others, together
 ):
     """Factors of 41 and 96, 97 and 50, 51 and 7, or pieces of at most 48 of them."""
-    monkeypatch.setattr(first, "TOGETHER_BYTES", together)
+    monkeypatch.setattr(inplace, "TOGETHER_BYTES", together)
     kfac, _ = train(split_dim=split_dim)
     assert sorted(decompositions) == others
     for name, key in (("0", "A"), ("0", "G"), ("2", "A"), ("2", "G"), ("4", "A")):
