@@ -279,8 +279,9 @@ def figures() -> dict[str, list[str]]:
     half = result("char_gpt_small_half_h200")
     adamw, *short = (half["table"][name] for name in ("adamw x1", "adam-eigen@2e-5 x0.5", "adam-eigen@2e-5 x0.45"))
     choose.append(f"ends at {short[0]['loss']:.3f} in half the steps and at {short[1]['loss']:.3f}")
-    ends = [[r["final"] for r in half["runs"] if r["config"]["optimizer"] == name and r["config"]["fraction"] == part
-             and r["config"]["lr"] == lr] for name, part, lr in (("adam-eigen@2e-5", 0.45, 0.009), ("adamw", 1, 0.003))]  # fmt: skip
+    kinds = (("adam-eigen@2e-5", 0.45, 0.009), ("adamw", 1, 0.003))
+    ends = [[r["final"] for r in half["runs"] if tuple(r["config"][k] for k in ("optimizer", "fraction", "lr")) == kind]
+            for kind in kinds]  # fmt: skip
     choose.append(f"({min(ends[0]):.3f} to {max(ends[0]):.3f}) in 0.45 of them, AdamW at {adamw['loss']:.3f} "
                   f"({min(ends[1]):.3f} to {max(ends[1]):.3f})")  # fmt: skip
     choose.append("in {:.2f} and {:.2f} of its time".format(*(s["seconds"] / adamw["seconds"] for s in short)))
@@ -288,20 +289,20 @@ def figures() -> dict[str, list[str]]:
     means = [statistics.mean(end for config, end in medium if (config["optimizer"], config["lr"]) == chosen)
              for chosen in (("adam-eigen", 0.006), ("adamw", 0.0015))]  # fmt: skip
     choose.append("half the steps end at {:.3f}, AdamW at {:.3f}".format(*means))
-    five, long = result("char_gpt_tiny_5_5_cpu")["table"], result("char_gpt_tiny_2000_cpu")["table"]
-    pairs = [table[f"{name} x{part}"]["loss"] for part in ("1", "0.5")
-             for table, name in ((tiny["table"], "adam-eigen"), (five, "adam-eigen@free"))]  # fmt: skip
-    choose.append(
-        "bases every 20 steps {:.3f}, every 5 steps {:.3f}; in half the steps {:.3f} and {:.3f}".format(*pairs)
-    )
+    stale, long = result("char_gpt_tiny_staleness_cpu")["table"], result("char_gpt_tiny_2000_cpu")["table"]
+    for name, title in {"change": "by how much each factor changed", "default": "5/5 until step 500", "1/10": "1/10",
+                        "10/100": "1/10 until step 100"}.items():  # fmt: skip
+        rows = [stale[f"adam-eigen@{name} x{part}"] for part in ("1", "0.5")]
+        cells = [f"{row['loss']:.3f} in {row['seconds']:.1f} s |" for row in rows]
+        choose.append(f"{title} | {' '.join(cells)}")
+    choose.append(f"AdamW {stale['adamw x1']['loss']:.3f} in {stale['adamw x1']['seconds']:.1f} s")
     ends = [long[f"adam-eigen@{name} x1"]["loss"] for name in ("5/5", "20/20", "10/100")]
     choose.append("{:.3f} every 5 steps, {:.3f} in the default rhythm, {:.3f} at 10/100".format(*ends))
-    crowd = "char_gpt_small_12_at_a_time_h200"
-    rhythms = [final(crowd, f"adam-eigen@{rhythm}", 3e-3) for rhythm in ("1/10", "10/100", "change")]
-    choose.append('{:.2f} at 1/10, {:.2f} at 10/100, {:.2f} with `staleness="change"`'.format(*rhythms))
-    pair = [result(f"char_gpt_tiny_{rhythm}_cpu") for rhythm in ("1_10", "10_100")]
-    told = [f"{r['table']['adam-eigen x1']['loss']:.2f} in {r['step_ms']['adam-eigen']:.0f} ms a step" for r in pair]
-    choose.append(f"{told[0]} at 1/10, {told[1]} at 10/100")
+    whole = {r["config"]["options"]["inverse_interval"]: r["final"] for r in result("char_gpt_clips_h200")["runs"]
+             if r["config"]["steps"] == 500}  # fmt: skip
+    choose.append(f"{whole[10]:.3f} at 1/10, {whole[100]:.3f} at 10/100; three seeds")
+    crowd = final("char_gpt_small_12_at_a_time_h200", "adam-eigen@change", 3e-3)
+    choose.append(f'An earlier version with `staleness="change"`: {crowd:.2f}')
     gpt2 = result("memory_gpt2")
     held = gpt2["kfac"]
     choose.append(
