@@ -34,7 +34,7 @@ try      lr {_numbers([f * r for f in (1, 3, 6) for r in rates[:1]])} x steps {s
   {f"loss level with {name}'s":29}the learning rate is still {name}'s: go up until it breaks
   loss breaks at the peak      a longer warm-up; rescale="kl-clip", kl_clip=1e-4; split_dim just above the model's width
   much slower per step         split_dim; all of factor_interval=40, inverse_interval=40, solver="warm-eigen";
-                               skip=[...] for layers of a vocabulary's size; on a GPU tf32=True, cuda_graph=True"""
+                               skip=[...] for layers of a vocabulary's size"""
 
 
 def _other(name: str, rates: list[float], steps: int) -> str:
@@ -45,7 +45,7 @@ try      damping 1e-4, 3e-4, 1e-3 x steps {steps * 3 // 4}, {steps}
 {_SYMPTOMS}
   {f"loss level with {name}'s":29}damping too large: try a tenth of it, or damping_mode="relative"
   loss falls late or breaks    damping too small, or bases too old: factor_interval=2, inverse_interval=20
-  much slower per step         solver="cholesky", larger intervals; on a GPU spread_refresh=100, cuda_graph=True"""
+  much slower per step         solver="cholesky", larger intervals, statistics_fraction=0.25"""
 
 
 _SYMPTOMS = """look at  kfac.metrics(): grad_norm, update_norm, skipped_batches; kfac.report(): seconds by stage

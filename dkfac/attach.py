@@ -1,8 +1,7 @@
-"""What is refused when K-FAC is attached, before anything is hooked."""
+"""What is refused when K-FAC is attached, and what ranks agree upon, before anything is hooked."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
 from collections.abc import Container
@@ -24,38 +23,6 @@ from dkfac.plan.program import expand
 from dkfac.plan.search import choose
 from dkfac.plan.spec import LayerSpec
 from dkfac.settings import SCHEDULES, Settings
-
-ADAM: dict[str, Any] = {
-    "solver": "warm-eigen", "factor_interval": 20, "inverse_interval": 20, "warmup_refresh": (5, 500),
-    "factor_decay": 0.8,
-}  # fmt: skip
-"""The rhythm of Adam in the eigenbasis, if none is given: its bases age faster than K-FAC's inverses, above all early,
-and quick refreshes pay for it (docs/notes/005-adam-eigen.md). Factors are measured when they are decomposed."""
-
-
-def resolve_settings(settings: Settings | None, options: dict[str, Any], optimizer: Any) -> Settings:
-    """Return the settings that were given in one of two ways, with what they leave open chosen by the optimizer."""
-    if settings is not None and options:
-        raise ValueError(f"give settings=... or single options ({', '.join(options)}), not both")
-    if settings is not None and not isinstance(settings, Settings):
-        raise TypeError(f"settings={settings!r} is not a dkfac.Settings")
-    known = set(Settings.__dataclass_fields__)
-    unknown = sorted(set(options) - known)
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
-    has_rhythm = settings is not None or not options.keys().isdisjoint(ADAM.keys() - {"solver"})
-    has_rhythm = has_rhythm or options.get("staleness", "fixed") != "fixed" or bool(options.get("inverse_lag", 0))
-    settings = Settings(**options) if settings is None else settings
-    fits = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and settings.solver != "cholesky"
-    fits = fits and settings.rescale in ("auto", "none", "kl-clip")
-    fits = fits and not any(group.get("amsgrad") for group in optimizer.param_groups)
-    if settings.curvature == "auto":
-        settings = replace(settings, curvature="adam-eigen" if fits else "kfac")
-    if settings.curvature != "adam-eigen" or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
-        return settings
-    return replace(settings, **ADAM)
 
 
 def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
@@ -148,29 +115,6 @@ def _agree(
     plan = replace(plan, whole=settings.split_warmup > 0, adaptive=settings.staleness != "fixed")
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return plan, Exchange(plan, expand(plan), own, device)
-
-
-def for_roles(settings: Settings, roles: Any) -> Settings:
-    """Return the settings of gradient workers, who precondition and leave the rest to helpers."""
-    if roles is None:
-        return settings
-    if roles.role != "gradient":
-        raise ValueError(f"this rank is a {roles.role} worker: call roles.serve(...) instead of attaching K-FAC")
-    if roles.closed:
-        raise ValueError("these roles have ended with the K-FAC they were given to: call dkfac.roles again")
-    kind = (
-        settings.share == "weights"
-        or settings.curvature == "ekfac"
-        or settings.fisher != "empirical"
-        or settings.split_dim is not None
-        or settings.staleness != "fixed"
-    )
-    if kind or settings.strategy not in ("auto", "replicated") or settings.spread_refresh > 1:
-        raise ValueError(
-            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical", share="gradients", staleness="fixed" '
-            "and whole factors, and need no strategy or spread_refresh: helpers measure and decompose"
-        )
-    return replace(settings, strategy="replicated", cluster=None)
 
 
 def choose_group(model: nn.Module, process_group: Any) -> Any:

@@ -18,8 +18,6 @@ from dkfac.attach import (
     check_world,
     choose_group,
     connect,
-    for_roles,
-    resolve_settings,
 )
 from dkfac.capture import Probe
 from dkfac.comm import join
@@ -27,6 +25,7 @@ from dkfac.crew.remote import Remote
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.notices import Notices
 from dkfac.plan.plan import Plan
+from dkfac.profile import choose_settings
 from dkfac.run import Runner
 from dkfac.settings import Settings
 from dkfac.tape import Tape
@@ -67,8 +66,9 @@ class KFAC:
         Settings are given by name (``KFAC(model, optimizer, damping=1e-3)``) or as one object. ``process_group``: the
         ranks that train copies of this model; None: all, or of ``roles`` the gradient workers. All of them call this.
         """
-        self.settings = for_roles(resolve_settings(settings, options, optimizer), roles)
         check_arguments(model, optimizer, grad_scaler)
+        self._process_group = process_group = choose_group(model, process_group if roles is None else roles.group)
+        self.settings = choose_settings(settings, options, model, optimizer, process_group, roles)
         check_share(self.settings, optimizer)
         self._model = unwrap(model)
         self._optimizer = optimizer
@@ -80,7 +80,6 @@ class KFAC:
         self._tape = Tape(self.layers, self.settings, grad_scaler)
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
-        self._process_group = process_group = choose_group(model, process_group if roles is None else roles.group)
         plan, exchange = connect(self.layers, self.settings, process_group)
         self._runner = Runner(self.layers, self.settings, self._tape, notices, plan, exchange)
         self._runner.remote = None if roles is None else Remote(roles, self._model)

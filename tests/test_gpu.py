@@ -34,6 +34,7 @@ def batches(number: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]
     ]
 
 
+EXACT = {"solver": "eigen", "tf32": False, "cuda_graph": False, "spread_refresh": 1}
 CASES = [
     {},
     {"curvature": "ekfac"},
@@ -51,7 +52,7 @@ CASES = [
 def test_ordinary_and_factor_steps_never_wait_for_the_device(options):
     model = build().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options = {"norm_form": "unit", **options}
+    options = {"norm_form": "unit", **EXACT, **options}
     kfac = dkfac.KFAC(
         model, optimizer, announce=False, factor_interval=2, inverse_interval=8, warmup_refresh=None, **options
     )
@@ -81,7 +82,7 @@ def test_the_spy_sees_a_synchronisation():
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_cuda_steps_equal_cpu_steps_in_float64(options, channels_last):
     results = []
-    options = {"norm_form": "unit", **options}
+    options = {"norm_form": "unit", **EXACT, **options}
     for device in ("cpu", "cuda"):
         model = build().double().to(device)
         if channels_last and device == "cuda":
@@ -117,7 +118,7 @@ def test_a_gradient_scaler_changes_nothing_through_overflows(fused, optimizer_ty
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, enabled=scaled)
         kfac = dkfac.KFAC(
             model, optimizer, announce=False, grad_scaler=scaler, factor_interval=1, inverse_interval=1,
-            warmup_refresh=None, damping=1e-2,
+            warmup_refresh=None, damping=1e-2, **EXACT,
         )  # fmt: skip
         taken = 0
         for x, y in batches(6, "cuda"):
@@ -148,7 +149,7 @@ def test_a_compiled_model_measures_the_same_factors():
     for compiled in (False, True):
         model = build().cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        kfac = dkfac.KFAC(model, optimizer, announce=False, norm_form="unit")
+        kfac = dkfac.KFAC(model, optimizer, announce=False, norm_form="unit", **EXACT)
         forward = torch.compile(model, fullgraph=True) if compiled else model
         for x, y in batches(3, "cuda"):
             optimizer.zero_grad()
@@ -174,3 +175,33 @@ def test_state_moves_between_cpu_and_cuda():
     for name, layer in kfac.factors().items():
         for key, factor in layer.items():
             assert torch.equal(fresh.factors()[name][key], factor.cpu())
+
+
+CHOSEN = [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"norm_form": "full", "damping_mode": "relative", "damping": 0.01}),
+    (torch.optim.SGD, {"rescale": "kl-clip", "weight_sharing": "reduce"}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"rescale": "kl-clip", "kl_clip": 1e-3, "split_dim": 10}),
+    (torch.optim.AdamW, {"curvature": "kfac"}),
+]
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("kind", "options"), CHOSEN, ids=str)
+def test_what_is_chosen_on_a_gpu_trains(kind, options, precision):
+    model = build().to("cuda", torch.float64 if precision == torch.float64 else torch.float32)
+    optimizer = kind(model.parameters(), lr=0.05 if kind is torch.optim.SGD else 5e-3)
+    with dkfac.KFAC(model, optimizer, announce=False, **options) as kfac:
+        assert (kfac.settings.tf32, kfac.settings.solver != "eigen") == (True, True)
+        losses = []
+        for x, y in [(x.to(model[0].weight.dtype), y) for x, y in batches(2, "cuda")] * 60:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert losses[-1] < 0.5 * losses[0], [float(loss) for loss in losses[::10]]
+        counters = kfac.report()["counters"]
+        assert not any(number for name, number in counters.items() if name.startswith("fallbacks")), counters

@@ -32,6 +32,7 @@ def train(backend, steps=STEPS, lag=3, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     given = {"inverse_lag": lag, "inverse_backend": backend} if lag else {}
     rhythm = {"factor_interval": 1, "inverse_interval": 5, "warmup_refresh": None, "announce": False}
+    rhythm |= {"solver": "eigen", "tf32": False, "cuda_graph": False, "spread_refresh": 1}
     kfac = KFAC(model, optimizer, damping=1e-2, **(given | rhythm | options))
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(steps):

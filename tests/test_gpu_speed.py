@@ -39,7 +39,8 @@ def train(steps=30, *, spoil=(), part=(), precision=torch.float32, look=False, n
             parameter.mul_(1 + nudge)
     optimizer = optimizer_of(model, options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    options = {"solver": "cholesky", "factor_interval": 1, "inverse_interval": 5, "warmup_refresh": None} | options
+    given = {"solver": "cholesky", "factor_interval": 1, "inverse_interval": 5, "warmup_refresh": None}
+    options = given | {"tf32": False, "cuda_graph": False, "spread_refresh": 1} | options
     kfac = dkfac.KFAC(model, optimizer, announce=False, **options)
     for step, (x, y) in enumerate(batches(steps, "cuda")):
         x, y = (x[:9], y[:9]) if step in part else (x, y)
@@ -109,7 +110,7 @@ def test_no_step_waits_for_the_device_not_even_a_refresh(options):
 def test_factors_in_bfloat16_equal_those_of_the_same_rows_in_float64():
     """Products of halves are exact in float32: only the sums round."""
     model = build().to(memory_format=torch.channels_last)
-    with dkfac.KFAC(model, announce=False, damping=1e-3) as kfac:
+    with dkfac.KFAC(model, announce=False, damping=1e-3, solver="eigen", tf32=False) as kfac:
         (x, y), *_ = batches(1, "cuda")
         seen = {}
 
@@ -138,6 +139,7 @@ def test_running_factors_stay_positive_wherever_tensors_come_to_lie():
     model = nn.Sequential(*(nn.Conv2d(32, 32, 1, bias=False) for _ in range(6))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     options = {"solver": "cholesky", "factor_interval": 1, "inverse_interval": 10, "warmup_refresh": None}
+    options |= {"tf32": False, "spread_refresh": 1}
     kfac = dkfac.KFAC(model, optimizer, announce=False, cuda_graph=True, **options)
     kept = []
     for step in range(30):

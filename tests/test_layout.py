@@ -110,6 +110,7 @@ MAY_IMPORT = {
     "notices": {"layers"},
     "health": set(),
     "attach": {"comm", "exchange", "layers", "plan", "settings"},
+    "profile": {"comm", "settings"},
     "kfac": ANY,
     "recipes": {"recipes", "KFAC", "Settings", "distributed"},
     "distributed": set(),

@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
     add("--cluster", default=None, help="what work costs: a file of `dkfac measure` or a preset (default: by device)")
     add("--factor-interval", type=int, default=10)
     add("--inverse-interval", type=int, default=100)
-    add("--solver", default="eigen", choices=("eigen", "cholesky", "warm-eigen"))
+    add("--solver", choices=("eigen", "cholesky", "warm-eigen"), help="default: by device, as K-FAC's own")
     parser.set_defaults(run=run, gpus_per_node=None, batch=32)
 
 
@@ -44,6 +44,8 @@ def run(given: argparse.Namespace) -> int:
     check_counts(given)
     if given.cluster is None:
         given.cluster = "h200" if torch.cuda.is_available() else "cpu-2-cores"
+    if given.solver is None:
+        given.solver = "cholesky" if torch.cuda.is_available() else "eigen"
     print(machine() if given.model is None else examine(given))
     return 0
 
