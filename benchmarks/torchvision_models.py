@@ -64,7 +64,7 @@ def train(name: str, args: argparse.Namespace) -> dict:
     images = torch.randn(args.batch, 3, size, size, device=device)
     labels = torch.randint(0, 100, (args.batch,), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    kfac = dkfac.KFAC(model, optimizer, announce=False)
+    kfac = dkfac.KFAC(model, optimizer, settings=dkfac.Settings(announce=False))
     total = sum(p.numel() for p in model.parameters())
     begin = time.perf_counter()
     losses = steps(model, optimizer, images, labels, args)

@@ -82,6 +82,7 @@ def attach(config: dict, task: Task, model: nn.Module, optimizer: torch.optim.Op
     if name not in ("kfac-adamw", "adam-eigen"):
         return None
     given = {"factor_interval": 2, "inverse_interval": 20, "loss_terms": task.terms}
+    given |= {"solver": "eigen", "tf32": False, "cuda_graph": False}
     if name == "adam-eigen":
         given["curvature"] = "adam-eigen"
     else:

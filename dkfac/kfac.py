@@ -68,7 +68,7 @@ class KFAC:
         """
         check_arguments(model, optimizer, grad_scaler)
         self._process_group = process_group = choose_group(model, process_group if roles is None else roles.group)
-        self.settings = choose_settings(settings, options, model, optimizer, process_group, roles)
+        self.settings = choose_settings(settings, options, model, optimizer, grad_scaler, process_group, roles)
         check_share(self.settings, optimizer)
         self._model = unwrap(model)
         self._optimizer = optimizer

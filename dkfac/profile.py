@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,25 +19,21 @@ ADAM: dict[str, Any] = {
 }  # fmt: skip
 """The rhythm of Adam in the eigenbasis, if none is given: its bases age faster than K-FAC's inverses, above all early,
 and quick refreshes pay for it (docs/notes/005-adam-eigen.md). Factors are measured when they are decomposed."""
-SPEED = {"solver", "tf32", "cuda_graph", "spread_refresh"}
-PLAIN = {
-    "accumulate", "announce", "basis_dtype", "batch_dim", "cluster", "curvature", "damping", "damping_mode",
-    "factor_decay", "factor_interval", "inverse_interval", "kl_clip", "loss_terms", "max_dim", "max_failures",
-    "norm_damping", "norm_form", "replicate_factors", "rescale", "skip", "split_dim", "statistics_fraction", "strategy",
-    "warmup_refresh", "weight_sharing", "wire_dtype", "worker_fraction",
-}  # fmt: skip
-"""Options that say nothing of how steps become fast on a GPU, and go with all that does."""
 GRAPH_ELEMENTS = 2**28
 """Parameters above which the memory of graphs, several times theirs, is not taken unasked."""
 
 
 def choose_settings(
-    settings: Settings | None, options: dict[str, Any], model: nn.Module, optimizer: Any, group: Any, roles: Any
-) -> Settings:
+    settings: Settings | None, options: dict[str, Any], model: nn.Module, optimizer: Any, scaler: Any, group: Any,
+    roles: Any,
+) -> Settings:  # fmt: skip
     """Return what was given in one of two ways, with what it leaves open chosen by optimizer, device and role."""
     chosen = resolve_settings(settings, options, optimizer)
-    if settings is None and roles is None:
-        chosen = for_device(chosen, options, list(model.parameters()), groups.world_size(group))
+    parameters = list(model.parameters())
+    if settings is None and roles is None and parameters and all(is_on_gpu(p) for p in parameters):
+        chosen = for_gpu(chosen, options, parameters)
+        if groups.world_size(group) == 1 and "cuda_graph" not in options:
+            chosen = replace(chosen, cuda_graph=can_capture(chosen, parameters, optimizer, scaler))
     return for_roles(chosen, roles)
 
 
@@ -65,24 +62,49 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
     return replace(settings, **ADAM)
 
 
-def for_device(settings: Settings, options: dict[str, Any], parameters: list[Tensor], world_size: int) -> Settings:
-    """Return the settings with what makes steps fast on a GPU, if the model is on one: each that no option names.
+def is_on_gpu(p: Tensor) -> bool:
+    """Whether a parameter is on one of the GPUs that defaults were measured on."""
+    is_there = p.device.type == "cuda" and torch.version.hip is None
+    return is_there and not isinstance(p, nn.parameter.UninitializedParameter)
 
-    See docs/notes/004-gpu-speed.md. ``parameters``: the model's.
+
+def for_gpu(settings: Settings, options: dict[str, Any], parameters: Sequence[Tensor]) -> Settings:
+    """Return the settings with what makes steps fast on a GPU and is the same on any number of ranks, unless named.
+
+    Decompositions are slow there (docs/notes/004-gpu-speed.md). The cheaper one keeps a damping until it is made anew.
     """
-    is_adam = settings.curvature == "adam-eigen"
-    on_gpu = bool(parameters) and all(p.device.type == "cuda" for p in parameters)
-    known = options.keys() <= PLAIN | SPEED and not callable(settings.damping)
-    if not (on_gpu and known and settings.curvature in ("kfac", "adam-eigen")):
+    chosen: dict[str, Any] = {}
+    is_adam, is_scheduled = settings.curvature == "adam-eigen", _is_scheduled(settings)
+    if settings.curvature == "ekfac":
         return settings
-    chosen: dict[str, Any] = {"solver": "warm-eigen" if is_adam else "cholesky", "tf32": True}
-    if not is_adam and any(p.ndim == 2 and p.shape[1] >= settings.max_dim for p in parameters):
-        del chosen["solver"]  # a layer on a flattened map may be among them, which needs eigenvalues
-    if world_size == 1:
-        chosen |= {"spread_refresh": settings.inverse_interval}
-        can_capture = is_adam or settings.rescale != "kl-clip"
-        chosen |= {"cuda_graph": can_capture and sum(p.numel() for p in parameters) <= GRAPH_ELEMENTS}
+    if is_adam:
+        chosen["solver"] = "warm-eigen"
+    elif needs_no_eigenvalues(settings, parameters) and not is_scheduled:
+        chosen["solver"] = "cholesky"
+    if not settings.inverse_lag:  # beside a step nothing may be rounded
+        chosen["tf32"] = True
     return replace(settings, **{name: value for name, value in chosen.items() if name not in options})
+
+
+def _is_scheduled(settings: Settings) -> bool:
+    return callable(settings.damping) or callable(settings.norm_damping)
+
+
+def needs_no_eigenvalues(settings: Settings, parameters: Iterable[Tensor]) -> bool:
+    """Whether ``solver="cholesky"`` loses nothing: layers on flattened maps are among those with wide inputs."""
+    is_wide = any(p.ndim == 2 and p.shape[1] >= settings.max_dim for p in parameters)
+    return not is_wide and isinstance(settings.flattened, str) and settings.staleness != "basis"
+
+
+def can_capture(settings: Settings, parameters: Sequence[Tensor], optimizer: Any, scaler: Any) -> bool:
+    """Whether a graph of the steps would be used again and again, and its memory need not be asked for."""
+    is_adam = settings.curvature == "adam-eigen"
+    same = not _is_scheduled(settings) and settings.solver != "eigen"
+    same = same and settings.staleness == "fixed" and not settings.inverse_lag and settings.fisher == "empirical"
+    same = same and settings.curvature != "ekfac" and (is_adam or settings.rescale != "kl-clip")
+    for group in optimizer.param_groups if is_adam else ():
+        same = same and not isinstance(group["lr"], Tensor) and not (scaler is not None and group.get("fused"))
+    return same and sum(p.numel() for p in parameters) <= GRAPH_ELEMENTS
 
 
 def for_roles(settings: Settings, roles: Any) -> Settings:

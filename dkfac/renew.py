@@ -24,7 +24,7 @@ from dkfac.layers.layer import Layer
 from dkfac.ops import decompose
 from dkfac.ops.decompose import Decomposition
 from dkfac.ops.precision import tf32
-from dkfac.replay import Captured, Pool
+from dkfac.replay import Captured, Pool, own_stream
 from dkfac.stacks import Stack
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Renewal:
                 self._launch(parts, runner)
                 continue
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device] = own_stream(device)
             stream = self._streams[device]
             for stack, _, _ in parts:  # common tensors are made on the stream that goes on to use them
                 for key in stack.decompositions(runner.states) or {}:

@@ -23,6 +23,20 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 that it has seen, and graphs captured on one stream share it."""
 
 
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that is not the one where graphs are captured: torch has a few, and hands them out by turns."""
+    common, stream = _common_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    while stream == common:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _common_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _STREAMS[device]
+
+
 def capture(
     function: Callable[[], Any], pool: Any, device: torch.device, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -31,9 +45,7 @@ def capture(
     Unlike ``torch.cuda.graph`` it leaves the cached memory alone, which the next step wants again.
     """
     graph = torch.cuda.CUDAGraph()
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream = _STREAMS[device] if stream is None else stream
+    stream = _common_stream(device) if stream is None else stream
     stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
     gc.disable()  # another graph that is collected meanwhile would free its memory, which ends the capture
@@ -64,7 +76,7 @@ class Pool:
     def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Return a graph in this memory. A first one stays and keeps it, when all others have been let go."""
         if device not in self._places:
-            stream = torch.cuda.Stream(device) if self._own_stream else None  # type: ignore[no-untyped-call]
+            stream = own_stream(device) if self._own_stream else None
             handle = torch.cuda.graph_pool_handle()
             first, _ = capture(lambda: torch.zeros(1, device=device), handle, device, stream)
             self._places[device] = handle, stream, first

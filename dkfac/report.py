@@ -50,13 +50,14 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     rhythm = f"factors every {settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}"
     if settings.staleness != "fixed":
         rhythm = f"each factor refreshed as it changes, at least every {settings.max_interval} steps"
-    given = {"tf32": settings.tf32, "cuda_graph": settings.cuda_graph, "spread_refresh": settings.spread_refresh > 1}
-    speed = "".join(f"{name}, " for name, is_set in given.items() if is_set)
+    speed = "".join(f"{name}, " for name in ("tf32", "cuda_graph") if getattr(settings, name))
+    room = _size(3 * sum(layer.spec.grad_elements * layer.dtype.itemsize for layer in layers))
+    graphs = f" (graphs: up to {room} more)" if settings.cuda_graph else ""
     with_what = type(optimizer).__name__ if optimizer is not None else "your own steps"
     return (
         f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
         f"({settings.curvature}, {settings.solver}, {speed}{'' if is_adam else how}{rhythm}{where}); about {extra} "
-        f"extra memory; {advice}"
+        f"extra memory{graphs}; {advice}"
     )
 
 

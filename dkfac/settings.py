@@ -85,7 +85,8 @@ class Settings:
 
     solver: Solver = "eigen"
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved.
-    If none is given to KFAC by name, ``"cholesky"`` on a GPU, and ``"warm-eigen"`` with ``curvature="adam-eigen"``."""
+    ``KFAC(model, optimizer, ...)`` chooses, where it is not named, ``"cholesky"`` on a GPU (but for what needs
+    eigenvalues: EKFAC, scheduled damping, flattened maps) and ``"warm-eigen"`` with ``curvature="adam-eigen"``."""
 
     curvature: Curvature = "auto"
     """``"kfac"``: gradients divided by the factors. ``"ekfac"``: eigenvalues replaced by second moments of the gradient
@@ -124,7 +125,7 @@ class Settings:
     spread_refresh: int = 1
     """One process: carry out a refresh over this many steps, some layers at each, instead of all in one. With solvers
     "cholesky" and "warm-eigen" a layer's new decomposition holds from the next step on, so that a GPU can work on it
-    beside that step. On a GPU ``inverse_interval``, if none is given to KFAC by name."""
+    beside that step."""
 
     inverse_lag: int = 0
     """Decompositions of a step's factors are computed beside the steps that follow, and used from this many steps later
@@ -137,13 +138,13 @@ class Settings:
     tf32: bool = False
     """On a GPU, multiply the float32 matrices of factors and of preconditioning, not of decompositions, as TF32: four
     times as fast. Not for ``report()["delicate_layers"]``, whose gradients it would spoil: little damping does that.
-    For all with ``curvature="adam-eigen"``: directions of little curvature are noise there, as with bfloat16. On a GPU
-    True, if nothing is given to KFAC by name."""
+    For all with ``curvature="adam-eigen"``: directions of little curvature are noise there, as with bfloat16. KFAC
+    chooses it on a GPU, where it is not named, but for EKFAC and ``inverse_lag``."""
 
     cuda_graph: bool = False
     """One process on a GPU: take the arithmetic of ordinary steps from a CUDA graph, which spares the host its launches
-    and takes up to three times the memory of the gradients. True there, if nothing is given to KFAC by name, up to
-    268 million parameters and not with ``rescale="kl-clip"`` but Adam's."""
+    and takes up to three times the memory of the gradients. KFAC chooses it, where it is not named, up to 268
+    million parameters, if steps are alike: no schedule of damping, no ``staleness``, ``solver="eigen"``, KL clip."""
 
     statistics_fraction: float = 1.0
     """Share of positions (tokens) or, for convolutions, examples that factors are measured on, as 1/k; another part at

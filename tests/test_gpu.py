@@ -193,7 +193,10 @@ def test_what_is_chosen_on_a_gpu_trains(kind, options, precision):
     model = build().to("cuda", torch.float64 if precision == torch.float64 else torch.float32)
     optimizer = kind(model.parameters(), lr=0.05 if kind is torch.optim.SGD else 5e-3)
     with dkfac.KFAC(model, optimizer, announce=False, **options) as kfac:
-        assert (kfac.settings.tf32, kfac.settings.solver != "eigen") == (True, True)
+        can_capture = kind is not torch.optim.SGD or options.get("rescale") != "kl-clip"
+        assert kfac.settings.tf32
+        assert kfac.settings.solver == ("cholesky" if kfac.settings.curvature == "kfac" else "warm-eigen")
+        assert kfac.settings.cuda_graph == can_capture
         losses = []
         for x, y in [(x.to(model[0].weight.dtype), y) for x, y in batches(2, "cuda")] * 60:
             optimizer.zero_grad()
@@ -203,5 +206,6 @@ def test_what_is_chosen_on_a_gpu_trains(kind, options, precision):
             optimizer.step()
             losses.append(loss.detach())
         assert losses[-1] < 0.5 * losses[0], [float(loss) for loss in losses[::10]]
+        assert (kfac._runner.graph._writing._graph is not None) == can_capture
         counters = kfac.report()["counters"]
         assert not any(number for name, number in counters.items() if name.startswith("fallbacks")), counters

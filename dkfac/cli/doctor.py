@@ -42,10 +42,9 @@ def run(given: argparse.Namespace) -> int:
     import torch
 
     check_counts(given)
+    given.on_gpu = given.cluster is None and torch.cuda.is_available()
     if given.cluster is None:
         given.cluster = "h200" if torch.cuda.is_available() else "cpu-2-cores"
-    if given.solver is None:
-        given.solver = "cholesky" if torch.cuda.is_available() else "eigen"
     print(machine() if given.model is None else examine(given))
     return 0
 
@@ -77,12 +76,16 @@ def examine(given: argparse.Namespace) -> str:
     from dkfac.plan.make import Choices
     from dkfac.plan.models import work_of
     from dkfac.plan.search import search
+    from dkfac.profile import needs_no_eigenvalues
     from dkfac.settings import Settings
     from dkfac.state import LayerState
 
-    cluster, settings = read_cluster(given), Settings(solver=given.solver)
+    cluster, settings = read_cluster(given), Settings(solver=given.solver or "eigen")
     shape = None if given.input is None else _numbers(given.input)
     model, layers, left = read_model(given.model, settings)
+    if given.solver is None:
+        is_fast = given.on_gpu and needs_no_eigenvalues(settings, model.parameters())
+        given.solver = "cholesky" if is_fast else "eigen"
     lines = [report.table(layers, left, {la.name: LayerState(1, {"": None}) for la in layers})]  # type: ignore[dict-item]
     choices = Choices(
         solver=given.solver, factor_interval=given.factor_interval, inverse_interval=given.inverse_interval

@@ -207,7 +207,7 @@ def table(found: list[Found], given: argparse.Namespace, cluster: Cluster, batch
 def advice(found: list[Found], cluster: Cluster, ranks: int) -> str:
     """Say what to use, what decides it, and what was never measured."""
     best, choices = found[0], found[0].choices
-    settings = [f"strategy={choices.strategy!r}"]
+    settings = [f"strategy={choices.strategy!r}", f"solver={choices.solver!r}"]
     settings += [] if choices.worker_fraction is None else [f"worker_fraction={choices.worker_fraction:g}"]
     settings += ["overlap=True"] if best.overlap else []
     settings += [] if choices.wire_dtype is None else [f"wire_dtype={choices.wire_dtype!r}"]
