@@ -116,8 +116,7 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
     kfac = None
     if config.get("kfac") is not None:
-        exact = {"solver": "eigen", "tf32": False, "cuda_graph": False}
-        kfac = dkfac.KFAC(model, optimizer, announce=False, **(exact | config["kfac"]))
+        kfac = dkfac.KFAC(model, optimizer, settings=dkfac.Settings(announce=False, **config["kfac"]))
     batch, epochs = config["batch"], config["epochs"]
     per_epoch = len(used) // batch
     total = epochs * per_epoch

@@ -51,8 +51,8 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
     generator, data, held, used = cifar.begin(config, data, device)
     model = cifar_resnet(20).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
-    given = {"solver": "eigen", "tf32": False, "cuda_graph": False} | (config["kfac"] or {})
-    kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, announce=False, **given)
+    settings = dkfac.Settings(announce=False, **(config["kfac"] or {}))  # the same on every device
+    kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, settings=settings)
     total = round(config["epochs"] * len(used) / config["batch"])
     warm = max(1, total // 5)
     schedule = torch.optim.lr_scheduler.LambdaLR(

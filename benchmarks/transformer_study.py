@@ -82,12 +82,12 @@ def attach(config: dict, task: Task, model: nn.Module, optimizer: torch.optim.Op
     if name not in ("kfac-adamw", "adam-eigen"):
         return None
     given = {"factor_interval": 2, "inverse_interval": 20, "loss_terms": task.terms}
-    given |= {"solver": "eigen", "tf32": False, "cuda_graph": False}
     if name == "adam-eigen":
         given["curvature"] = "adam-eigen"
     else:
         given |= {"curvature": "kfac", "damping": 1e-2, "damping_mode": "relative"}
-    return dkfac.KFAC(model, optimizer, announce=False, **(given | config.get("options", {})))
+    settings = dkfac.Settings(announce=False, **(given | config.get("options", {})))  # the same on every device
+    return dkfac.KFAC(model, optimizer, settings=settings)
 
 
 def train(config: dict, make: type[Task], data, device: str) -> dict:

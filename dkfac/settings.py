@@ -85,8 +85,8 @@ class Settings:
 
     solver: Solver = "eigen"
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved.
-    ``KFAC(model, optimizer, ...)`` chooses, where it is not named, ``"cholesky"`` on a GPU (but for what needs
-    eigenvalues: EKFAC, scheduled damping, flattened maps) and ``"warm-eigen"`` with ``curvature="adam-eigen"``."""
+    KFAC chooses, where it is not named, ``"cholesky"`` on a GPU (but for what needs eigenvalues: EKFAC, scheduled
+    damping, flattened maps); with ``curvature="adam-eigen"`` ``"warm-eigen"``, there and in its own rhythm."""
 
     curvature: Curvature = "auto"
     """``"kfac"``: gradients divided by the factors. ``"ekfac"``: eigenvalues replaced by second moments of the gradient

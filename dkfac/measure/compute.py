@@ -72,7 +72,7 @@ def _stages(
     model = nn.Sequential(*(nn.Linear(dim, dim, bias=False, device=device) for _ in range(number)))
     x = torch.randn(ROWS[device.type], dim, device=device)
     options: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
-    options |= {"tf32": False, "cuda_graph": False}  # as several ranks that want every digit
+    options |= {"tf32": False, "cuda_graph": False}  # a plan is for several ranks, and TF32 a choice
     kfac = KFAC(model, process_group=process_group, solver=solver, damping=0.1, announce=False, **options)
 
     def step() -> None:
