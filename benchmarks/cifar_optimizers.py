@@ -1,7 +1,7 @@
 """CIFAR-10, ResNet-32 and ResNet-18, batch 128 and 1,024: epochs and seconds to the accuracy that tuned SGD ends with.
 
 SGD, AdamW, Muon (AdamW for the rest), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis) have ``GRID``
-settings each, as many (SGD a few more on ResNet-18), tried on 5,000 held-out training images with seed 0 in three
+settings each, as many (SGD a few more, ``BEYOND``), tried on 5,000 held-out training images with seed 0 in three
 quarters of SGD's epochs. (K-FAC's at 1,024 were narrowed by the validation accuracies of ``--stage search``, which
 tried more of K-FAC than of others.)
 The best of each is then run with three seeds in all of SGD's epochs and in fractions of them, the schedule shortened
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from cifar import accuracy, augment, normalise, read_archive
 from environment import write
-from machine import Machine, known_runs
+from machine import Machine, known_runs, lines_of
 from torch import nn
 
 import dkfac
@@ -52,8 +52,8 @@ GRID = {
     },
 }
 GRID["adam-eigen"] = GRID["adamw"]
-LOWER = {128: [{"lr": 0.025}], 1024: [{"lr": lr} for lr in (0.1, 0.2)]}
-"""Further rates of SGD on ResNet-18, where the lowest of the others began best."""
+BEYOND = {(32, 128): (0.8,), (18, 128): (0.0125, 0.025), (18, 1024): (0.05, 0.1, 0.2)}
+"""Further rates of SGD, where the last one of its grid was the best."""
 FAST = {
     "factor_interval": 10,
     "inverse_interval": 100,
@@ -197,8 +197,8 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
 def tuning(network: int, batch: int, optimizer: str) -> list[dict]:
     base = {"network": network, "batch": batch, "optimizer": optimizer, "epochs": 0.75 * EPOCHS, "seed": 0}
     base |= {"kfac": KFAC[optimizer]} if optimizer in KFAC else {}
-    more = LOWER[batch] if (network, optimizer) == (18, "sgd") else []
-    return [base | point for point in [*GRID[optimizer][batch], *more]]
+    more = BEYOND.get((network, batch), ()) if optimizer == "sgd" else ()
+    return [base | point for point in [*GRID[optimizer][batch], *({"lr": lr} for lr in more)]]
 
 
 def chosen(runs: list[dict], network: int, batch: int, optimizer: str) -> dict | None:
@@ -208,10 +208,14 @@ def chosen(runs: list[dict], network: int, batch: int, optimizer: str) -> dict |
     return max(tried, key=lambda r: r["validation"])["config"] if len(tried) == len(wanted) else None
 
 
+def fractions(network: int, optimizer: str) -> tuple[float, ...]:
+    """Return the lengths that an optimizer is run for: K-FAC is ahead by more on ResNet-18."""
+    return (*FRACTIONS[optimizer], *((0.5,) if (network, optimizer) == (18, "kfac") else ()))
+
+
 def final(best: dict, seeds: int) -> list[dict]:
-    return [
-        best | {"epochs": f * EPOCHS, "seed": s} for f in FRACTIONS[best["optimizer"]] for s in range(seeds)
-    ]  # fmt: skip
+    lengths = fractions(best["network"], best["optimizer"])
+    return [best | {"epochs": f * EPOCHS, "seed": s} for f in lengths for s in range(seeds)]
 
 
 def times(best: dict[str, dict], data, device: str, rounds: int, steps: int) -> dict[str, dict]:
@@ -242,7 +246,7 @@ def table(runs: list[dict], timed: dict[str, dict], seeds: int) -> dict:
             best = chosen(runs, network, batch, optimizer)
             if best is None:
                 continue
-            for fraction in FRACTIONS[optimizer]:
+            for fraction in fractions(network, optimizer):
                 same = [r for r in runs if r["config"] in final(best, seeds) and "test" in r]
                 same = [r for r in same if r["config"]["epochs"] == fraction * EPOCHS]
                 if not same:
@@ -285,7 +289,7 @@ def main() -> None:
             timed |= times(best, data, device, given.rounds, given.steps)
             write(given.out, {"table": table(known, timed, given.seeds), "times": timed, "runs": known})
         return
-    machine = Machine(data, train, given.workers, given.seconds, known)
+    machine = Machine(data, train, given.workers, given.seconds, known, lines_of(given.out))
     try:
         if given.stage == "search":
             machine.run([SHORT | {"seed": seed} | c for seed in range(given.seeds) for c in SEARCH])

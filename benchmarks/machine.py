@@ -1,6 +1,7 @@
 """Processes that train what is asked for, several at a time on one device, until the time is up.
 
 A study that did not finish goes on where it was: runs in ``known``, as an earlier call wrote them, are not repeated.
+Each run is written down when it ends, a line in ``OUT.lines``, in case the study is stopped before its end.
 """
 
 import json
@@ -21,19 +22,29 @@ def work(tasks, results, data, device: str, train) -> None:
             results.put({"config": config, "error": f"{type(error).__name__}: {error}"})
 
 
+def lines_of(path: str) -> pathlib.Path:
+    return pathlib.Path(path + ".lines")
+
+
 def known_runs(path: str) -> list[dict]:
-    """Return the finished runs of a file that may not be there yet."""
-    file = pathlib.Path(path)
-    return [r for r in json.loads(file.read_text())["runs"] if "error" not in r] if file.exists() else []
+    """Return the finished runs of a file, and of the lines beside it, that may not be there yet."""
+    file, lines = pathlib.Path(path), lines_of(path)
+    found = json.loads(file.read_text())["runs"] if file.exists() else []
+    for line in lines.read_text().splitlines() if lines.exists() else ():
+        if (run := json.loads(line)) not in found:
+            found.append(run)
+    return [run for run in found if "error" not in run]
 
 
 class Machine:
-    def __init__(self, data, train, workers: int, seconds: float, known: list[dict] = ()) -> None:
+    def __init__(
+        self, data, train, workers: int, seconds: float, known: list[dict] = (), lines: pathlib.Path | None = None
+    ) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         context = mp.get_context("spawn")
         self._tasks, self._results = context.Queue(), context.Queue()
         self._end = time.perf_counter() + seconds
-        self.runs = list(known)
+        self.runs, self._lines = list(known), lines
         args = (self._tasks, self._results, data, self.device, train)
         self._processes = [context.Process(target=work, args=args, daemon=True) for _ in range(workers)]
         for process in self._processes:
@@ -53,6 +64,9 @@ class Machine:
                     raise SystemExit("all processes that train have died") from None
                 continue
             self.runs.append(run)
+            if self._lines is not None:
+                with self._lines.open("a") as file:
+                    file.write(json.dumps(run) + "\n")
             waiting.remove(run["config"])
             c = {k: v for k, v in run["config"].items() if k != "kfac"}
             told = run.get("error") or f"{run['validation']:.4f} {run['test']:.4f} {run['seconds']:.0f} s"
