@@ -1,9 +1,9 @@
 """CIFAR-10, ResNet-32 and ResNet-18, batch 128 and 1,024: epochs and seconds to the accuracy that tuned SGD ends with.
 
-SGD, AdamW, Muon (AdamW for the rest), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis) have ``GRID``
-settings each, as many (SGD a few more, ``BEYOND``), tried on 5,000 held-out training images with seed 0 in three
-quarters of SGD's epochs. (K-FAC's at 1,024 were narrowed by the validation accuracies of ``--stage search``, which
-tried more of K-FAC than of others.)
+SGD, AdamW, Muon (AdamW for the rest), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis) have ``GRID`` and
+``BEYOND`` settings each, as many, tried on 5,000 held-out training images with seed 0 in three quarters of SGD's
+epochs. (K-FAC's at 1,024 were narrowed by the validation accuracies of ``--stage search``, which tried more of K-FAC
+than of others.)
 The best of each is then run with three seeds in all of SGD's epochs and in fractions of them, the schedule shortened
 (linear warm-up over a fifth, linear decay), the same data and augmentation, label smoothing 0.1. Those runs share the
 GPU, so what a step takes is measured apart (``--stage times``), one optimizer after the other, with the same settings.
@@ -52,8 +52,27 @@ GRID = {
     },
 }
 GRID["adam-eigen"] = GRID["adamw"]
-BEYOND = {(32, 128): (0.8,), (18, 128): (0.0125, 0.025), (18, 1024): (0.05, 0.1, 0.2)}
-"""Further rates of SGD, where the last one of its grid was the best."""
+BEYOND: dict[tuple[int, int], dict[str, list[dict]]] = {
+    (32, 128): {
+        "sgd": [{"lr": 0.8}],
+        "adamw": [{"lr": 8e-3, "decay": 0.2}],
+        "muon": [{"lr": 0.12, "decay": 0.01}],
+        "kfac": [{"lr": 0.05, "damping": 1e-3}],
+    },
+    (18, 128): {
+        "sgd": [{"lr": lr} for lr in (0.0125, 0.025)],
+        "adamw": [{"lr": 8e-3, "decay": decay} for decay in (0.05, 0.2)],
+        "muon": [{"lr": 0.12, "decay": 0.01}, {"lr": 0.06, "decay": 2e-3}],
+        "kfac": [{"lr": 0.05, "damping": d} for d in (1e-4, 1e-3)],
+    },
+    (18, 1024): {
+        "sgd": [{"lr": lr} for lr in (0.05, 0.1, 0.2)],
+        "adamw": [{"lr": 0.02, "decay": decay} for decay in (0.05, 0.2)] + [{"lr": 8e-3, "decay": 0.5}],
+        "muon": [{"lr": 0.02, "decay": decay} for decay in (0.01, 0.05)] + [{"lr": 0.05, "decay": 0.2}],
+        "kfac": [{"lr": 0.4, "damping": d} for d in (3e-4, 1e-3)] + [{"lr": 0.2, "damping": 3e-4}],
+    },
+}
+"""Further settings, as many for each, where the last of a grid was the best."""
 FAST = {
     "factor_interval": 10,
     "inverse_interval": 100,
@@ -197,8 +216,8 @@ def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
 def tuning(network: int, batch: int, optimizer: str) -> list[dict]:
     base = {"network": network, "batch": batch, "optimizer": optimizer, "epochs": 0.75 * EPOCHS, "seed": 0}
     base |= {"kfac": KFAC[optimizer]} if optimizer in KFAC else {}
-    more = BEYOND.get((network, batch), ()) if optimizer == "sgd" else ()
-    return [base | point for point in [*GRID[optimizer][batch], *({"lr": lr} for lr in more)]]
+    more = BEYOND.get((network, batch), {}).get(optimizer, [])
+    return [base | point for point in [*GRID[optimizer][batch], *more]]
 
 
 def chosen(runs: list[dict], network: int, batch: int, optimizer: str) -> dict | None:
