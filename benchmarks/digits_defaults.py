@@ -1,6 +1,6 @@
 """Which settings suit a run of a few hundred steps? SGD and K-FAC on the digits, judged on the validation images.
 
-One axis at a time around the defaults, at SGD's best learning rate, three seeds each: five to six minutes of one core.
+One axis at a time around the defaults, at SGD's best learning rate, three seeds each: ten minutes of one core.
 Three seeds only say where to look; the second command compares a few candidates from twelve other starts.
 
     ./run bench digits_defaults
@@ -12,6 +12,7 @@ With ``--no-norm`` either is about the demo's network without its normalisation 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,12 +29,22 @@ from dkfac.recipes import digits
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 DAMPINGS = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5)
 INTERVALS = tuple((factor, inverse) for factor in (1, 2, 10) for inverse in (10, 20, 100))
+BEFORE: dict[str, Any] = {"rescale": "norm-global", "warmup_refresh": (10, 100)}
+"""The defaults until refreshes slowed down and lengths were held back (docs/notes/010-early-steps.md)."""
+EARLY: tuple[dict[str, Any], ...] = (
+    BEFORE,
+    BEFORE | {"rescale": "norm-kl"},
+    BEFORE | {"rescale": "norm-kl", "kl_clip": 1e-4},
+    BEFORE | {"warmup_refresh": 1.3},
+    {"kl_clip": 1e-4},
+    {"warmup_refresh": (1, 100)},
+)
 CANDIDATES: tuple[dict[str, Any], ...] = (
-    {"rescale": "norm", "damping": 3e-4},
-    {"rescale": "norm-global", "damping": 3e-4},
-    {"rescale": "norm-global", "damping": 1e-3},
-    {"rescale": "norm-global", "damping": 1e-2},
-    {"rescale": "norm-global", "damping": 3e-4, "factor_interval": 10, "inverse_interval": 10},
+    {"rescale": "norm"},
+    {},
+    {"damping": 1e-3},
+    {"damping": 1e-2},
+    BEFORE,
 )
 SGD_BEST_LR = {True: 0.05, False: 0.1}
 """As the first command found it, with and without normalisation layers."""
@@ -98,6 +109,8 @@ def study(bench: Bench) -> Iterator[dict[str, Any]]:
     best = min((row for row in sgd if row["loss"] is not None), key=lambda row: row["loss"])["lr"]
     for damping in DAMPINGS:
         yield bench.measure("damping", best, {"damping": damping})
+    for kfac, lr in itertools.product(EARLY, RATES[3:]):
+        yield bench.measure("early", lr, kfac)
     for factor, inverse in INTERVALS:
         rhythm = {"factor_interval": factor, "inverse_interval": inverse, "warmup_refresh": None}
         yield bench.measure("intervals", best, rhythm)

@@ -47,9 +47,13 @@ def check_rhythm(settings: Settings) -> None:
     warmup: Any = settings.warmup_refresh
     if warmup is None:
         return
+    if isinstance(warmup, Real) and not isinstance(warmup, bool) and 1.01 <= float(warmup) < math.inf:
+        object.__setattr__(settings, "warmup_refresh", float(warmup))
+        return
     whole = isinstance(warmup, (tuple, list)) and len(warmup) == 2
     if not whole or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in warmup):
-        raise bad("warmup_refresh", warmup, "None or (every, until), integers >= 1", "early steps use it as a rhythm")
+        allowed = "a number >= 1.01, (every, until), integers >= 1, or None"
+        raise bad("warmup_refresh", warmup, allowed, "early steps use it as a rhythm")
     object.__setattr__(settings, "warmup_refresh", tuple(warmup))
 
 
@@ -61,8 +65,7 @@ def _check_lag(settings: Settings) -> None:
         )
     if not lag:
         return
-    until = 0 if settings.warmup_refresh is None else settings.warmup_refresh[1]
-    steps = [n for n in range(until + 2 * settings.inverse_interval + 1) if settings.rhythm(n)[1]]
+    steps = [n for n in range(settings.early_steps + 2 * settings.inverse_interval + 1) if settings.rhythm(n)[1]]
     shortest = min(b - a for a, b in itertools.pairwise(steps))
     if lag > shortest:
         raise ValueError(
@@ -124,7 +127,7 @@ def check_together(settings: Settings) -> None:
     is_clipped = settings.rescale == "kl-clip" and settings.curvature not in ("adam-eigen", "auto")
     if settings.cuda_graph and (is_clipped or settings.curvature == "ekfac"):
         raise ValueError(
-            'cuda_graph=True goes with rescale="norm", "norm-global" or "none" and curvature="kfac" or '
+            'cuda_graph=True goes with rescale="norm", "norm-global", "norm-kl" or "none" and curvature="kfac" or '
             f'"adam-eigen", not with {settings.rescale!r} and {settings.curvature!r}: what the others use is not the '
             "same from step to step"
         )
@@ -139,9 +142,9 @@ def _check_adam(settings: Settings) -> None:
     if settings.curvature == "auto":
         return
     is_adam = settings.curvature == "adam-eigen"
-    if settings.rescale == "auto":
-        object.__setattr__(settings, "rescale", "none" if is_adam else "norm-global")
-    elif is_adam and settings.rescale not in ("none", "kl-clip"):
+    if is_adam and settings.rescale == "auto":
+        object.__setattr__(settings, "rescale", "none")
+    if is_adam and settings.rescale not in ("none", "kl-clip"):
         what = 'curvature="adam-eigen": the length of the step is Adam\'s, at most held back by "kl-clip"'
         raise ValueError(f"rescale={settings.rescale!r} with {what}; leave rescale out")
     if settings.basis_dtype != "float32" and not is_adam:

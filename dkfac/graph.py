@@ -8,12 +8,13 @@ and from buffers that stay. A graph is captured again when a buffer, a decomposi
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dkfac import stages
+from dkfac import held, stages
 from dkfac.adam_graph import AdamSteps
 from dkfac.ops import many
 from dkfac.ops.fused import finish_
@@ -44,7 +45,8 @@ class StepGraph:
         self._views: list[Tensor] = []
         self._items: list[many.Items] | None = None
         """How gradients and buffers belong together, for each stack and the others; None: they are copied."""
-        self._pointers = self._flat = self._good = self._before = self._told = torch.zeros(0)
+        self._pointers = self._flat = self._good = self._before = self._told = self._rates = torch.zeros(0)
+        self._is_told = False
 
     def begin(self, runner: Runner, parameters: list[Tensor], optimizer: Any) -> Tensor | None:
         """Read the gradients; returns whether they are finite, or None if a layer has none."""
@@ -101,8 +103,10 @@ class StepGraph:
         self._pointers = torch.zeros(len(self._used), dtype=torch.int64, device=device)
         self._good = torch.ones((), dtype=torch.bool, device=device)
         self._before = torch.zeros(sum(map(len, runner.stacks)), device=device, dtype=dtype)
-        self._told = torch.zeros(3, device=device, dtype=dtype)
+        self._told = torch.ones(3, device=device, dtype=dtype)
         """The norms of all gradients and updates, and what held the latter back most."""
+        self._rates = torch.zeros_like(self._before)
+        """Of the layers: squared learning rates over what all of them together may predict."""
 
     def _copy_in(self, stacks: list[Stack]) -> None:
         for stack in stacks:
@@ -110,11 +114,14 @@ class StepGraph:
         if self._others:
             torch._foreach_copy_(self._views, stages.gradients(self._others))
 
-    def finish(self, runner: Runner, optimizer: Any) -> bool:
-        """Turn the gradients read into updates and write them, or step; False if not all layers can go together."""
+    def finish(self, runner: Runner, optimizer: Any, rates: dict[int, Any]) -> bool:
+        """Turn the gradients read into updates and write them, or step; False if not all layers can go together.
+
+        ``rates``: of learning, by the parameters' ids, where the length depends on them.
+        """
         stacks, flat, good, before, told = runner.stacks, self._flat, self._good, self._before, self._told
-        bound = self._bound(runner, optimizer)
-        if bound is None:
+        bound, is_held = self._bound(runner, optimizer), runner.settings.rescale == "norm-kl"
+        if bound is None or (is_held and not self._bring_rates(runner, optimizer, rates)):
             self._stacks = []  # others will write to the buffers
             return False
 
@@ -134,6 +141,12 @@ class StepGraph:
             sane = torch.isfinite(after)
             after = torch.where(sane, after, before)
             scales = stages.scales(runner.settings.rescale, before, after, sane)
+            if is_held:
+                pairs = zip(stacks, updates, strict=True)
+                settings, step = runner.settings, runner.step
+                dots = torch.cat([held.dots(stack, stack.buffer, update, settings, step) for stack, update in pairs])
+                most = held.longest(torch.where(sane, dots * self._rates, 0.0), 1.0)
+                scales, told[2] = held.hold(scales, sane, most)
             told[:2] = torch.stack((before, after * scales)).square().sum(1).sqrt()
             if self._adam.factors:
                 told[2:] = torch.stack(self._adam.factors).amin()
@@ -143,7 +156,7 @@ class StepGraph:
                 self._put(stacks, updates, scales, sane)
             self._put_others(scales)
 
-        self._writing.run([*stacks, *bound, rounding, flat, self._items], write, flat.device)
+        self._writing.run([*stacks, *bound, rounding, flat, self._rates, self._items], write, flat.device)
         if self._items is None:
             if self._others:
                 torch._foreach_copy_(stages.gradients(self._others), self._views)
@@ -152,12 +165,29 @@ class StepGraph:
         if runner.is_adam:
             runner.stepped += self._adam.parameters
         loss_scale = getattr(optimizer, "grad_scale", None)
-        if runner.is_adam and runner.settings.rescale == "kl-clip":
+        if is_held or (runner.is_adam and runner.settings.rescale == "kl-clip"):
             runner.note_clip(told[2].clone())
         norms = told[:2] if loss_scale is None else told[:2] / loss_scale.to(told.device)
         runner.device["grad_norm"], runner.device["update_norm"] = norms.unbind()
         if self._large:
             stages.zero_where(~good, stages.gradients(self._large))
+        return True
+
+    def _bring_rates(self, runner: Runner, optimizer: Any, rates: dict[int, Any]) -> bool:
+        """Bring the layers' learning rates to where the graph reads them; False if there is not one for each."""
+        lrs = held.rates_of([layer for stack in runner.stacks for layer in stack.layers], rates)
+        if lrs is None or any(isinstance(lr, Tensor) for lr in lrs):
+            if not self._is_told:
+                self._is_told = True
+                what = "weights and biases that have different ones" if lrs is None else "one that is a tensor"
+                warnings.warn(f"cuda_graph: no graph of a step held back by its learning rate: {what}", stacklevel=2)
+            return False
+        kl_clip = runner.settings.at("kl_clip", runner.step)
+        numbers = many.on_its_way([float(lr) ** 2 / kl_clip for lr in lrs], self._rates.device, self._rates.dtype)
+        self._rates.copy_(numbers, non_blocking=True)
+        loss_scale = getattr(optimizer, "grad_scale", None)
+        if loss_scale is not None:
+            self._rates /= loss_scale.to(self._rates).square()
         return True
 
     def _bound(self, runner: Runner, optimizer: Any) -> list[Any] | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 PATIENCE = 200
 """Steps before anything is judged."""
+MOSTLY = 0.95
+"""Share of the steps above which a clip is what decides."""
 
 
 class Watch:
@@ -16,12 +19,16 @@ class Watch:
         self._start: tuple[float, float] | None = None
         self._num_dominated = 0
         self._said: set[str] = set()
+        self._has_asked = False
 
-    def look(self, step: int, *, kfac_seconds: float, dominated_share: float, clipped_share: float) -> None:
+    def look(
+        self, step: int, *, kfac_seconds: float, dominated_share: float, clipped_share: Callable[[], float]
+    ) -> None:
         """Judge the run so far.
 
         ``kfac_seconds``: spent inside K-FAC's part of the steps; ``dominated_share``: of the layers, those whose
-        damping exceeds their largest eigenvalue; ``clipped_share``: of the steps, those the KL clip shortened.
+        damping exceeds their largest eigenvalue; ``clipped_share``: of the steps, those the KL clip shortened,
+        asked for once, since the answer waits for the device.
         """
         self._num_dominated = self._num_dominated + 1 if dominated_share > 0.5 else 0
         now = time.perf_counter()
@@ -44,12 +51,15 @@ class Watch:
                 f"damping exceeds the largest curvature in {dominated_share:.0%} of the layers, so the direction is "
                 f'the raw gradient\'s. Use less damping, or damping_mode="relative"',
             )
-        if clipped_share > 0.99:
-            self._warn(
-                "clip",
-                'the KL clip shortened every step, so the learning rate has no effect. Use rescale="norm-global", a '
-                "larger kl_clip or a smaller lr",
-            )
+        if not self._has_asked:
+            self._has_asked = True
+            if (share := clipped_share()) > MOSTLY:
+                self._warn(
+                    "clip",
+                    f"the KL clip shortened {share:.0%} of the steps, so the learning rate has no effect. Use a smaller"
+                    " lr; where the loss is not a mean over examples, or in no usual unit, a larger kl_clip or "
+                    'rescale="norm-global"',
+                )
 
     def _warn(self, key: str, message: str) -> None:
         if key not in self._said:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from dkfac import adam, checkpoint, loop, owned, quadratic, report, trust
+from dkfac import adam, checkpoint, held, loop, owned, quadratic, report, trust
 from dkfac.attach import (
     check_arguments,
     check_layers,
@@ -114,7 +114,7 @@ class KFAC:
     def step(self, lr: float | None = None) -> None:
         """Precondition the gradients in place; for loops that call the optimizer themselves.
 
-        ``lr`` is needed by ``rescale="kl-clip"`` alone.
+        ``lr`` is needed by ``rescale="kl-clip"`` and ``"norm-kl"`` alone.
         """
         if self._optimizer is not None:
             raise RuntimeError(
@@ -327,7 +327,7 @@ class KFAC:
         loop.check_scaler(self._optimizer, has_scaler=self._probe.has_scaler)
         check_world(self._runner.plan.world_size, self._process_group)
         device_type = self.layers[0].weight.device.type
-        needs_rates = self.settings.rescale == "kl-clip" and not self._runner.is_adam
+        needs_rates = self.settings.rescale in held.HELD and not self._runner.is_adam
         rates = loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             self._runner.take_step(self._optimizer, self._parameters(), rates)

@@ -24,7 +24,7 @@ def learning_rates(
     if optimizer is not None:
         return {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     if lr is None:
-        raise ValueError('rescale="kl-clip" needs the learning rate: call kfac.step(lr=...)')
+        raise ValueError('rescale="kl-clip" and "norm-kl" need the learning rate: call kfac.step(lr=...)')
     return {id(p): lr for p in parameters}
 
 

@@ -28,7 +28,7 @@ def choose_settings(
     roles: Any,
 ) -> Settings:  # fmt: skip
     """Return what was given in one of two ways, with what it leaves open chosen by optimizer, device and role."""
-    chosen = resolve_settings(settings, options, optimizer)
+    chosen = with_length(resolve_settings(settings, options, optimizer), optimizer)
     parameters = list(model.parameters())
     if settings is None and roles is None and parameters and all(is_on_gpu(p) for p in parameters):
         chosen = for_gpu(chosen, options, parameters)
@@ -60,6 +60,18 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
     if settings.curvature != "adam-eigen" or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
         return settings
     return replace(settings, **ADAM)
+
+
+def with_length(settings: Settings, optimizer: Any) -> Settings:
+    """Return the settings with the length of updates chosen, where that is left open.
+
+    What a step predicts is known where the optimizer steps by lr times what it is given, and means something where the
+    unit of the loss does.
+    """
+    if settings.rescale != "auto":
+        return settings
+    is_known = isinstance(optimizer, torch.optim.SGD) and settings.damping_mode == "absolute"
+    return replace(settings, rescale="norm-kl" if is_known else "norm-global")
 
 
 def is_on_gpu(p: Tensor) -> bool:
@@ -102,8 +114,9 @@ def can_capture(settings: Settings, parameters: Sequence[Tensor], optimizer: Any
     same = not _is_scheduled(settings) and settings.solver != "eigen"
     same = same and settings.staleness == "fixed" and not settings.inverse_lag and settings.fisher == "empirical"
     same = same and settings.curvature != "ekfac" and (is_adam or settings.rescale != "kl-clip")
-    for group in optimizer.param_groups if is_adam else ():
-        same = same and not isinstance(group["lr"], Tensor) and not (scaler is not None and group.get("fused"))
+    for group in optimizer.param_groups if is_adam or settings.rescale == "norm-kl" else ():
+        same = same and not isinstance(group["lr"], Tensor)
+        same = same and not (is_adam and scaler is not None and group.get("fused"))
     return same and sum(p.numel() for p in parameters) <= GRAPH_ELEMENTS
 
 

@@ -45,8 +45,7 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     is_adam = settings.curvature == "adam-eigen"
     how = f"damping {damping} {settings.damping_mode}, rescale {settings.rescale}, "
     advice = "a larger lr and fewer steps pay: dkfac.suggest" if is_adam else "keep your lr and schedule"
-    warmup = settings.warmup_refresh
-    early = "" if warmup is None or warmup[0] >= settings.inverse_interval else f", denser before step {warmup[1]}"
+    early = f", denser before step {settings.early_steps}" if settings.early_steps else ""
     rhythm = f"factors every {settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}"
     if settings.staleness != "fixed":
         rhythm = f"each factor refreshed as it changes, at least every {settings.max_interval} steps"

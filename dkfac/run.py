@@ -213,7 +213,7 @@ class Runner:
         with timer.stage("decompose", device), tf32(False, device):
             decompose(self)
         with timer.stage("precondition", device):
-            if norms is not None or not self.graph.finish(self, optimizer):
+            if norms is not None or not self.graph.finish(self, optimizer, rates):
                 norms = norms or stages.Norms(parameters, device)
                 written = updates.precondition(self, optimizer, rates, norms, good, device)
                 stages.zero_where(~good, stages.gradients([p for p in parameters if id(p) not in written]))
@@ -320,7 +320,7 @@ class Runner:
             self.step,
             kfac_seconds=sum(self.tape.timer.seconds(wait=False).values()),
             dominated_share=dominated_share,
-            clipped_share=0.0 if self.is_adam else float(self.device.get("clipped_steps", 0.0)) / max(1, self.step),
+            clipped_share=lambda: 0.0 if self.is_adam else float(self.device.get("clipped_steps", 0.0)) / self.step,
         )
 
     def note_rounding(self, layer: Layer, may: bool) -> None:

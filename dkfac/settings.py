@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from dkfac import rhythm
 from dkfac.checks import INTEGERS, RANGES, bad, check_rhythm, check_together
 
 Scheduled = float | Callable[[int], float]
 """A number, or a function from the step (counted from 0) to a number."""
 
 DampingMode = Literal["absolute", "relative"]
-Rescale = Literal["auto", "norm", "norm-global", "kl-clip", "none"]
+Rescale = Literal["auto", "norm", "norm-global", "norm-kl", "kl-clip", "none"]
 Solver = Literal["eigen", "cholesky", "warm-eigen"]
 Curvature = Literal["auto", "kfac", "ekfac", "adam-eigen"]
 BasisDtype = Literal["float32", "bfloat16"]
@@ -57,9 +57,10 @@ class Settings:
     inverse_interval: int = 100
     """Steps between decompositions; a multiple of ``factor_interval``."""
 
-    warmup_refresh: tuple[int, int] | None = (10, 100)
-    """``(every, until)``: decompose every so many steps before step ``until``, and measure factors in the same
-    proportion as later (default: each step until step 100). None: one rhythm from the start."""
+    warmup_refresh: float | tuple[int, int] | None = 1.3
+    """Early curvature changes fast. A number: each refresh comes at so many times the step of the one before (0, 1, 2,
+    ... 7, 9, 11, 14, ...), until they are ``inverse_interval`` apart. ``(every, until)``: every so many steps before
+    step ``until``. Factors are measured in the same proportion as later. None: one rhythm from the start."""
 
     staleness: Staleness = "fixed"
     """``"change"``: each factor is measured and decomposed at intervals of its own, instead of the rhythm above, which
@@ -76,12 +77,13 @@ class Settings:
     """The longest that ``staleness`` lets a factor wait."""
 
     rescale: Rescale = "auto"
-    """Length of the preconditioned gradient: the raw gradient's per layer, over all layers, KL-clipped, as it is.
-    ``"auto"``: over all layers; as it is where Adam's step is taken."""
+    """Length of the preconditioned gradient: the raw gradient's per layer (``"norm"``), over all layers, the latter but
+    held back by ``kl_clip`` (``"norm-kl"``), KL-clipped, as it is. ``"auto"``: ``"norm-kl"`` with torch.optim.SGD and
+    absolute damping, ``"norm-global"`` with others; as it is where Adam's step is taken."""
 
     kl_clip: Scheduled = 1e-3
-    """Bound on the predicted change of the output distribution; used by ``rescale="kl-clip"`` alone. With
-    ``curvature="adam-eigen"`` a bound for each layer."""
+    """Bound on the change of the output distribution that a step predicts, in the unit of the loss; used by
+    ``rescale="norm-kl"`` and ``"kl-clip"``. With ``curvature="adam-eigen"`` a bound for each layer."""
 
     solver: Solver = "eigen"
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved.
@@ -274,25 +276,24 @@ class Settings:
 
     def rhythm(self, step: int) -> tuple[bool, bool]:
         """Return whether this step measures factors and whether it decomposes them; step 0 does both."""
-        factor_every, inverse_every = self.factor_interval, self.inverse_interval
-        if self.warmup_refresh is not None:
-            every, until = self.warmup_refresh
-            if step < until and every < inverse_every:
-                factor_every = max(1, factor_every * every // inverse_every)
-                inverse_every = max(1, every // factor_every) * factor_every
-        return step % factor_every == 0, step % inverse_every == 0
+        later, early = (self.factor_interval, self.inverse_interval), self.warmup_refresh
+        if early is None:
+            return rhythm.plain(step, *later)
+        if isinstance(early, tuple):
+            return rhythm.denser(step, early, *later)
+        return rhythm.growing(step, early, *later, self.inverse_lag)
+
+    @property
+    def early_steps(self) -> int:
+        """Return the step from which on the rhythm is that of the two intervals."""
+        early = self.warmup_refresh
+        if isinstance(early, tuple):
+            return early[1] if early[0] < self.inverse_interval else 0
+        return 0 if early is None else rhythm.early_refreshes(early, self.inverse_interval, self.inverse_lag)[1]
 
     def refresh_steps(self, step: int) -> tuple[list[int], int]:
-        """Return the steps that carry out the refresh that was due last, a slice each, and when the next is due.
-
-        Steps that measure factors are left out where there are others: they are long enough.
-        """
-        begin = next(n for n in range(step, -1, -1) if self.rhythm(n)[1])
-        end = next(n for n in itertools.count(begin + 1) if self.rhythm(n)[1])
-        if self.spread_refresh == 1:
-            return [begin], end
-        quiet = [n for n in range(begin, end) if not self.rhythm(n)[0]] or list(range(begin, end))
-        return quiet[: self.spread_refresh], end
+        """Return the steps that carry out the refresh that was due last, a slice each, and when the next is due."""
+        return rhythm.slices(step, self.rhythm, self.spread_refresh)
 
     def at(self, name: str, step: int) -> float:
         """Return a scheduled setting's value at a step, checked as the constant is."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dkfac.layers.layer import Layer, split_grad
+from dkfac.layers.layer import Layer
 from dkfac.ops import precondition as ops
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue, stored
 from dkfac.ops.rescale import match_norm
@@ -252,7 +252,7 @@ def scales(rescale: str, before: Tensor, after: Tensor, sane: Tensor) -> Tensor:
     match rescale:
         case "norm":
             factors = match_norm(before, after)
-        case "norm-global":
+        case "norm-global" | "norm-kl":
             factors = match_norm(_total(before, sane), _total(after, sane))
         case _:
             factors = torch.ones_like(before)
@@ -261,30 +261,6 @@ def scales(rescale: str, before: Tensor, after: Tensor, sane: Tensor) -> Tensor:
 
 def _total(norms_of_layers: Tensor, sane: Tensor) -> Tensor:
     return torch.where(sane, norms_of_layers, 0.0).square().sum().sqrt()
-
-
-def kl_products(
-    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], grad_scale: Any, device: torch.device
-) -> list[Tensor]:
-    """Return ``lr^2 <update, gradient>`` of each layer: what the KL clip adds up.
-
-    ``rates``: learning rates by the parameters' ids; ``grad_scale``: what a fused optimizer will still divide
-    gradients by, or None.
-    """
-    scale = 1.0 if grad_scale is None else grad_scale.to(device)
-    dtype = torch.promote_types(torch.float32, max((u.dtype for u in updates), key=lambda d: d.itemsize))
-    result: list[Tensor] = []
-    for layer, update in zip(layers, updates, strict=True):
-        total = torch.zeros((), dtype=dtype, device=device)
-        for parameter, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
-            if parameter.grad is None:
-                continue
-            product = (part * parameter.grad).sum().to(device, dtype) / (scale * scale)
-            rate = rates.get(id(parameter), 0.0)
-            rate = rate if isinstance(rate, Tensor) else float(rate)
-            total = total + product * rate * rate
-        result.append(total)
-    return result
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

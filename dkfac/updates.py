@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dkfac import adam, shares, stages
+from dkfac import adam, held, shares, stages
 from dkfac.exchange import Exchange
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.fused import finish_
 from dkfac.ops.precision import tf32
-from dkfac.ops.rescale import kl_factor
 from dkfac.stacks import Stack, write_back
 
 if TYPE_CHECKING:
@@ -57,9 +56,10 @@ def precondition(
         order = list(ready.values())
         others, after, sane = _exchange(runner.exchange, chunks, order, sane, device)
     lengths = _Lengths(runner, order, after, sane, device)
-    if runner.settings.rescale == "kl-clip" and not runner.is_adam:
-        values = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
-        lengths.products = stages.kl_products(order, [values[la.name] for la in order], rates, loss_scale, device)
+    if runner.settings.rescale in held.HELD and not runner.is_adam:
+        lengths.products = _products(runner, chunks, others, order, rates, lengths)
+        if loss_scale is not None:
+            lengths.products = lengths.products / loss_scale.to(lengths.products).square()
     lengths.scale(norms, loss_scale, ready)
     if runner.is_adam:
         _step(runner, chunks, others, lengths, good, rules)
@@ -154,6 +154,27 @@ def _exchange(
     return others, after, torch.stack(healthy) if healthy else sane
 
 
+def _products(
+    runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], order: list[Layer], rates: dict[int, Any],
+    lengths: _Lengths,
+) -> Tensor:  # fmt: skip
+    """Return the change that each layer's update predicts. Bitwise alike on all ranks."""
+    lrs, plan = held.rates_of(order, rates), runner.plan
+    is_here = plan.share == "weights" or all(len(p.preconditioned_by) == plan.world_size for p in plan.placements)
+    if lrs is None or not is_here:
+        parts = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
+        every = [parts[layer.name] for layer in order]
+        return held.by_parameter(order, every, rates, lengths.after, runner.settings, runner.step)
+    here = [layer for chunk in chunks for layer in chunk.stack.layers]
+    dots = [held.dots(chunk.stack, chunk.raw, chunk.update, runner.settings, runner.step) for chunk in chunks]
+    products = torch.cat([d.to(lengths.after) for d in dots]) if dots else torch.zeros_like(lengths.after)
+    place = {layer.name: i for i, layer in enumerate(here)}
+    places = [place[layer.name] for layer in order]
+    if places != list(range(len(here))):
+        products = products[stages.constant(tuple(places), lengths.device, torch.int64)]
+    return products * held.squares(lrs, products)
+
+
 class _Lengths:
     """The norms of the updates before and after, over the layers of this rank or, at the ends, of all."""
 
@@ -162,14 +183,13 @@ class _Lengths:
         self.dtype = torch.float64 if any(la.dtype == torch.float64 for la in runner.layers) else torch.float32
         self.after, self.sane = after.to(self.dtype), sane
         self.place = {layer.name: i for i, layer in enumerate(order)}
-        self.products: list[Tensor] = []
+        self.products = torch.zeros_like(self.after)
         self.scales = torch.ones_like(self.after)
 
     def scale(self, norms: stages.Norms, loss_scale: Any, ready: dict[str, Layer]) -> None:
         """Find what each update is multiplied by."""
         runner = self.runner
-        products = torch.stack(self.products).to(self.dtype) if self.products else torch.zeros_like(self.after)
-        after, sane, layers = self.after, self.sane, self.order
+        after, sane, layers, products = self.after, self.sane, self.order, self.products
         if runner.exchange is not None and runner.plan.share == "weights":  # others step what this rank does not
             layers = list(ready.values())
             after, sane, products = self._of_all(products, layers)
@@ -177,12 +197,11 @@ class _Lengths:
             return
         before = norms.of(layers).to(self.dtype)
         after = torch.where(sane, after, before)
-        if runner.settings.rescale == "kl-clip" and not runner.is_adam:
-            factor = kl_factor(torch.where(sane, products, 0.0), runner.settings.at("kl_clip", runner.step))
+        scales = stages.scales(runner.settings.rescale, before, after, sane)
+        if runner.settings.rescale in held.HELD and not runner.is_adam:
+            most = held.longest(torch.where(sane, products, 0.0), runner.settings.at("kl_clip", runner.step))
+            scales, factor = held.hold(scales, sane, most)
             runner.note_clip(factor)
-            scales = torch.where(sane, factor, 1.0)
-        else:
-            scales = stages.scales(runner.settings.rescale, before, after, sane)
         divisor = 1.0 if loss_scale is None else loss_scale.to(self.device)
         runner.device["grad_norm"] = before.square().sum().sqrt() / divisor
         length = (after * scales).square().sum().sqrt()

@@ -372,6 +372,19 @@ def kl_clip(v: dict[str, Tensor], grad: dict[str, Tensor], lr: float | dict[str,
     return {name: v[name] * nu for name in v}
 
 
+def norm_kl(v: dict[str, Tensor], grad: dict[str, Tensor], lr: float | dict[str, float], kappa: float, damping: float):
+    """The gradient's length over all layers, unless that predicts a change ``sum lr^2 s^2 <v, grad - damping v>`` above
+    kappa. With exact damping v^T F v is <v, grad> - damping |v|^2."""
+    matched = norm_global_rescale(v, grad)
+    change = 0.0
+    for name in v:
+        scale = (matched[name].norm() / v[name].norm()).item() if v[name].norm() > 0 else 0.0
+        curved = (v[name] * (grad[name] - damping * v[name])).sum().item()
+        change += (lr[name] if isinstance(lr, dict) else lr) ** 2 * scale**2 * curved
+    shorter = 1.0 if abs(change) <= kappa else (kappa / abs(change)) ** 0.5
+    return {name: matched[name] * shorter for name in v}
+
+
 # 7. Training
 
 
@@ -382,7 +395,7 @@ class ReferenceSettings:
     factor_decay: float = 0.95
     factor_interval: int = 1
     inverse_interval: int = 1
-    rescale: Literal["none", "norm", "norm-global", "kl-clip"] = "norm"
+    rescale: Literal["none", "norm", "norm-global", "norm-kl", "kl-clip"] = "norm"
     kl_clip: float = 1e-3
     weight_sharing: Literal["expand", "reduce"] = "expand"
     solver: Literal["eigen", "cholesky"] = "eigen"
@@ -494,6 +507,8 @@ class ReferenceKFAC:
             v = norm_rescale(v, grads)
         elif s.rescale == "norm-global":
             v = norm_global_rescale(v, grads)
+        elif s.rescale == "norm-kl":
+            v = norm_kl(v, grads, s.lr, s.kl_clip, s.damping if s.damping_mode == "absolute" else 0.0)
         elif s.rescale == "kl-clip":
             v = kl_clip(v, grads, s.lr, s.kl_clip)
         for name, module in self.modules.items():

@@ -128,7 +128,7 @@ def test_an_overflow_on_a_measuring_step_moves_the_measurement_to_the_next_step(
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("rescale", ["norm", "kl-clip", "none"])
+@pytest.mark.parametrize("rescale", ["norm", "norm-kl", "kl-clip", "none"])
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "unscale_ and clip"])
 def test_a_scaler_changes_nothing(make, rescale, clip):
     """In single precision, where a power of two is exact up to damping's rounding."""
@@ -147,14 +147,16 @@ def test_a_scaler_changes_nothing(make, rescale, clip):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_kl_clip_does_not_depend_on_the_loss_scale(fused):
+@pytest.mark.parametrize("rescale", ["norm-kl", "kl-clip"])
+def test_the_kl_clip_does_not_depend_on_the_loss_scale(rescale, fused):
     data = batches([8, 8], dtype=SINGLE)
 
     def clip_factor(scale):
         def make(params):
             return torch.optim.SGD(params, lr=0.5, fused=fused)
 
-        return scaled_run(make, data, init_scale=scale, autocast=False, rescale="kl-clip")[1].metrics()["clip_factor"]
+        options = {"rescale": rescale, "kl_clip": 1e-4}
+        return scaled_run(make, data, init_scale=scale, autocast=False, **options)[1].metrics()["clip_factor"]
 
     found = [clip_factor(scale) for scale in (1.0, 2.0**6, 2.0**12)]
     assert found[0] < 1  # it clips at all

@@ -103,6 +103,8 @@ def train(dtype=torch.float64, steps=16, *, change=lambda step, model: None, **o
 
 CASES = [
     {},
+    {"kl_clip": 1e-9},
+    {"rescale": "norm-global"},
     {"solver": "warm-eigen", "damping": 0.1},
     {"damping_mode": "relative", "rescale": "norm"},
     {"spread_refresh": 3},
@@ -137,6 +139,30 @@ def test_a_clip_that_changes_with_the_steps_is_read_by_the_graph(acted):
     assert_same(ours, theirs, 1e-9)
     assert theirs[1].metrics()["clipped_steps"] > 10
     assert any((p - q).norm() > 1e-6 for p, q in zip(theirs[0], train(**CASES[-1])[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"kl_clip": 1e-9}, {"kl_clip": lambda step: 1e-8 / (1 + step)}], ids=["", "changes"]
+)
+def test_what_holds_steps_back_is_read_by_the_graph(acted, options):
+    ours, theirs = train(**options, cuda_graph=True), train(**options)
+    assert Acted.replays > 30
+    assert_same(ours, theirs, 1e-9)
+    assert theirs[1].metrics()["clipped_steps"] > 10
+    assert any((p - q).norm() > 1e-6 for p, q in zip(theirs[0], train()[0], strict=True))
+
+
+def test_a_weight_and_a_bias_with_rates_of_their_own_go_without_a_graph_and_say_so(acted, monkeypatch):
+    def apart(model, options):
+        names = [n for n, _ in model.named_parameters()]
+        groups = [{"params": [model.get_parameter(n)], "lr": 0.1 if n.endswith("bias") else 0.05} for n in names]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    monkeypatch.setitem(globals(), "optimizer_of", apart)
+    theirs = train(kl_clip=1e-9)
+    with pytest.warns(UserWarning, match="no graph of a step held back"):
+        ours = train(kl_clip=1e-9, cuda_graph=True)
+    assert_same(ours, theirs, 1e-9)
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)

@@ -117,7 +117,7 @@ def test_one_line_on_stderr_says_what_was_attached(optimizer, capsys):
     (line,) = printed.err.splitlines()
     name = optimizer.__name__ if optimizer else "your own steps"
     how, advice = ("kfac, warm-eigen, damping 0.02 absolute", "rescale none"), "keep your lr and schedule"
-    rhythm = "every 10, inverses every 100 steps, denser before step 100"
+    rhythm = "every 10, inverses every 100 steps, denser before step 400"
     if optimizer is torch.optim.AdamW:  # whose step has no damping
         how, advice = ("(adam-eigen, warm-eigen, factors",), "fewer steps pay: dkfac.suggest"
         rhythm = "every 20, inverses every 20 steps, denser before step 500"
@@ -258,7 +258,7 @@ def watch(monkeypatch, looks):
         for step, passed, spent, dominated, clipped in looks:
             now, ours = now + passed, ours + spent
             monkeypatch.setattr(time, "perf_counter", lambda now=now: now)
-            watched.look(step, kfac_seconds=ours, dominated_share=dominated, clipped_share=clipped)
+            watched.look(step, kfac_seconds=ours, dominated_share=dominated, clipped_share=lambda c=clipped: c)
     return [str(warning.message) for warning in caught]
 
 
@@ -268,7 +268,7 @@ CASES = {
     "half the time": ((1.0, 0.5, 0.0, 0.0), None),
     "damping": ((1.0, 0.1, 0.8, 0.0), "damping exceeds the largest curvature in 80% of the layers"),
     "damping in few": ((1.0, 0.1, 0.5, 0.0), None),
-    "clip": ((1.0, 0.1, 0.0, 1.0), "the KL clip shortened every step"),
+    "clip": ((1.0, 0.1, 0.0, 1.0), "the KL clip shortened 100% of the steps"),
     "clip sometimes": ((1.0, 0.1, 0.0, 0.9), None),
 }
 

@@ -5,13 +5,14 @@ import torch
 from helpers_capture import attach, batch, mean_loss, mlp
 
 import dkfac
+from dkfac.recipes import digits
 
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip", "none"])
+@pytest.mark.parametrize("rescale", ["norm", "norm-global", "norm-kl", "kl-clip", "none"])
 def test_a_layer_that_was_never_measured_keeps_its_raw_gradient(rescale):
     """Its weight is used without calling the module, as in window attention."""
     model, (x, y) = mlp(), batch(6, 4)
@@ -50,7 +51,36 @@ def test_the_global_length_is_that_of_the_preconditioned_layers():
     assert torch.nn.functional.cosine_similarity(*directions, dim=0) < 0.999
 
 
-def test_the_default_matches_the_global_length():
-    assert dkfac.Settings().rescale == "auto"
-    assert dkfac.Settings(curvature="kfac").rescale == "norm-global"
-    assert dkfac.KFAC(torch.nn.Linear(2, 2), announce=False).settings.rescale == "norm-global"
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (None, {}, "norm-global"),
+        (torch.optim.SGD, {}, "norm-kl"),
+        (torch.optim.SGD, {"settings": dkfac.Settings()}, "norm-kl"),
+        (torch.optim.SGD, {"settings": dkfac.Settings(curvature="ekfac")}, "norm-kl"),
+        (torch.optim.SGD, {"damping_mode": "relative"}, "norm-global"),
+        (torch.optim.SGD, {"rescale": "norm-global"}, "norm-global"),
+        (torch.optim.RMSprop, {}, "norm-global"),
+        (torch.optim.RMSprop, {"rescale": "norm-kl"}, "norm-kl"),
+        (torch.optim.AdamW, {"curvature": "kfac"}, "norm-global"),
+        (torch.optim.AdamW, {}, "none"),
+    ],
+)
+def test_the_default_length_is_the_gradients_held_back_where_the_step_is_lr_times_it(kind, options, expected):
+    model = torch.nn.Linear(2, 2)
+    optimizer = None if kind is None else kind(model.parameters(), lr=0.1)
+    options = options if "settings" in options else {"announce": False, **options}
+    assert dkfac.KFAC(model, optimizer, **options).settings.rescale == expected
+
+
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_learning_rates_that_broke_the_first_steps_train(batch_norm):
+    """Refreshes every ten steps were too old for the first ones, and nothing held them back."""
+    data = digits.load("validation")
+
+    def accuracy(**options):
+        recipe = digits.Recipe(epochs=5, lr=0.3, seed=1001, batch_norm=batch_norm)
+        return digits.train(data, recipe, {"announce": False, **options})[-1].accuracy
+
+    assert accuracy() > 0.9
+    assert accuracy(rescale="norm-global", warmup_refresh=(10, 100)) < 0.7

@@ -71,7 +71,21 @@ NUMBERS = {
 OTHERS = {
     "warmup_refresh": (
         "(every, until)",
-        [(10,), (10, 100, 1), (0, 100), (10, 0), (10.0, 100), (True, 100), 10, "10,100", {10: 100}, False],
+        [
+            (10,),
+            (10, 100, 1),
+            (0, 100),
+            (10, 0),
+            (10.0, 100),
+            (True, 100),
+            "10,100",
+            {10: 100},
+            False,
+            1,
+            0.5,
+            math.nan,
+            math.inf,
+        ],
     ),
     "skip": ("list of layer names", ["head", [1], [None], 5, None, True]),
     "announce": ("True or False", [1, 0, "yes", None]),
@@ -95,7 +109,8 @@ TOGETHER = [
     ({"worker_fraction": 0.5, "strategy": "hybrid-opt"}, ["worker_fraction", "0.5", "1 ranks", "[1]"]),
     ({"overlap": True, "wire_dtype": "float16"}, ["overlap", "float16", "bfloat16"]),
     ({"inverse_backend": "threads"}, ["inverse_backend", "inverse_lag > 0"]),
-    ({"inverse_lag": 11}, ["inverse_lag", "11", "shortest", "10"]),
+    ({"inverse_lag": 11, "warmup_refresh": (10, 100)}, ["inverse_lag", "11", "shortest", "10"]),
+    ({"inverse_lag": 101}, ["inverse_lag", "101", "shortest", "100"]),
     (
         {"inverse_lag": 3, "inverse_interval": 2, "factor_interval": 1, "warmup_refresh": None},
         ["inverse_lag", "3", "2"],
@@ -263,10 +278,36 @@ def test_without_warmup_the_rhythm_is_the_two_intervals(factor, inverse):
     assert steps_of(settings) == (list(range(0, 400, factor)), list(range(0, 400, inverse)))
 
 
-def test_the_default_rhythm_measures_each_step_and_decomposes_every_tenth_until_100():
-    measured, decomposed = steps_of(Settings())
-    assert measured == [*range(100), *range(100, 400, 10)]
-    assert decomposed == [*range(0, 100, 10), 100, 200, 300]
+def test_the_default_rhythm_begins_with_every_step_and_slows_down():
+    measured, decomposed = steps_of(Settings(), 900)
+    early = [*range(8), 9, 11, 14, 18, 23, 29, 37, 48, 62, 80, 104, 135, 175, 227, 295]
+    assert decomposed == [*early, 400, 500, 600, 700, 800]
+    assert [s for s in measured if s <= 110] == [*range(80), *range(80, 104, 2), 104, 107, 110]
+    assert [s for s in measured if s >= 400] == list(range(400, 900, 10))
+    assert Settings().early_steps == 400
+
+
+@pytest.mark.parametrize("factor", [1, 2, 5, 10])
+@pytest.mark.parametrize("times", [1, 2, 3, 10])
+@pytest.mark.parametrize("ratio", [1.01, 1.1, 1.3, 2, 10, 1e9])
+@pytest.mark.parametrize("lag", [0, 1, 7])
+def test_refreshes_that_slow_down_end_in_the_plain_rhythm(factor, times, ratio, lag):
+    inverse = factor * times
+    if lag > inverse:
+        return
+    settings = Settings(factor_interval=factor, inverse_interval=inverse, warmup_refresh=ratio, inverse_lag=lag)
+    until = settings.early_steps
+    stop = until + 3 * inverse
+    measured, decomposed = steps_of(settings, stop)
+    assert measured[0] == decomposed[0] == 0
+    assert set(decomposed) <= set(measured)
+    assert [s for s in measured if s >= until] == list(range(until, stop, factor))
+    assert [s for s in decomposed if s >= until] == list(range(until, stop, inverse))
+    gaps = [b - a for a, b in itertools.pairwise(decomposed)]
+    assert all(max(1, lag) <= gap < 1.5 * inverse + lag for gap in gaps)
+    assert all(b - a <= factor for a, b in itertools.pairwise(measured))
+    for step in (s for s in decomposed if s < until):
+        assert settings.refresh_steps(step)[0] == [step]
 
 
 @pytest.mark.parametrize("factor", [1, 2, 5, 10])

@@ -50,7 +50,7 @@ def train_both(factory, batches, loss, terms, *, momentum=0.0, lr=0.05, **option
     return [p.detach() for p in model.parameters()], [p.detach() for p in oracle.model.parameters()]
 
 
-@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip", "none"])
+@pytest.mark.parametrize("rescale", ["norm", "norm-global", "norm-kl", "kl-clip", "none"])
 @pytest.mark.parametrize(("solver", "curvature"), [("eigen", "kfac"), ("cholesky", "kfac"), ("eigen", "ekfac")])
 def test_twenty_steps_with_momentum_equal_the_oracles(solver, curvature, rescale):
     batches = [(randn(8, 3), randn(8, 2)) for _ in range(20)]
@@ -79,6 +79,49 @@ def test_twenty_steps_of_other_networks_equal_the_oracles(factory, batch, loss, 
         assert_close(p, q)
 
 
+@pytest.mark.parametrize("kl_clip", [1e-6, 1e-4, 3e-4, 1e-2])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+def test_steps_that_are_held_back_now_and_then_equal_the_oracles(solver, kl_clip):
+    batches = [(randn(8, 3), randn(8, 2)) for _ in range(20)]
+    options = {"solver": solver, "rescale": "norm-kl", "kl_clip": kl_clip, "damping": 0.1, "inverse_interval": 4}
+    ours, theirs = train_both(perceptron, batches, square_loss, len, momentum=0.9, **options)
+    for p, q in zip(ours, theirs, strict=True):
+        assert_close(p, q)
+
+
+@pytest.mark.parametrize("kl_clip", [1e-4, 1e9])
+def test_what_holds_back_takes_each_parameters_own_lr(kl_clip):
+    model = perceptron().double()
+    x, target = randn(8, 3), randn(8, 2)
+    rates = {"0.weight": 0.3, "0.bias": 0.02, "2.weight": 0.1, "2.bias": 0.0}
+    groups = [{"params": [p], "lr": rates[name]} for name, p in model.named_parameters()]
+    factors = oracle_factors(model, x, target, ["0", "2"])
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    with KFAC(model, optimizer, **(EXACT | {"rescale": "norm-kl", "kl_clip": kl_clip, "damping": 1e-2})) as kfac:
+        (square_loss(model(x), target) / 8).backward()
+        raw = {name: p.grad.clone() for name, p in model.named_parameters()}
+        v = {}
+        for name in ("0", "2"):
+            solved = oracle_direction(factors[name], ref.gradient_blocks(model.get_submodule(name)), 1e-2)[0]
+            v |= {f"{name}.weight": solved[:, :-1], f"{name}.bias": solved[:, -1]}
+        optimizer.step()
+        assert (kfac.metrics()["clip_factor"] < 1) == (kl_clip < 1)
+    held = ref.norm_kl(v, raw, rates, kl_clip, 1e-2)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, held[name])
+
+
+def test_a_prediction_leaves_the_damping_out():
+    """With so much of it that the direction is the gradient's, only curvature holds a step back."""
+    model = perceptron().double()
+    x, target = randn(8, 3), randn(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with KFAC(model, optimizer, **(EXACT | {"rescale": "norm-kl", "kl_clip": 0.1, "damping": 1e4})) as kfac:
+        (square_loss(model(x), target) / 8).backward()
+        optimizer.step()
+        assert kfac.metrics()["clip_factor"] == 1.0
+
+
 def test_the_kl_clip_takes_each_parameters_own_lr():
     """Weights and biases in groups of their own; the clip is one number for all of them."""
     model = perceptron().double()
@@ -102,7 +145,7 @@ def test_the_kl_clip_takes_each_parameters_own_lr():
         assert_close(p.detach(), start[name] - rates[name] * clipped[name])
 
 
-@pytest.mark.parametrize("rescale", ["norm", "norm-global", "kl-clip", "none"])
+@pytest.mark.parametrize("rescale", ["norm", "norm-global", "norm-kl", "kl-clip", "none"])
 def test_a_layer_with_a_zero_gradient_keeps_it(rescale):
     model = perceptron().double()
     torch.nn.init.zeros_(model[2].weight)

@@ -187,4 +187,6 @@ def _rhythm(settings: Mapping[str, Any]) -> str:
     measured, refreshed = (settings.get(name, DASH) for name in ("factor_interval", "inverse_interval"))
     every = f"factors every {measured}, inverses every {refreshed} steps"
     warmup = settings.get("warmup_refresh")
-    return f"{every}, denser before step {warmup[1]}" if isinstance(warmup, list) and len(warmup) == 2 else every
+    if isinstance(warmup, list) and len(warmup) == 2:
+        return f"{every}, denser before step {warmup[1]}"
+    return every if warmup is None else f"{every}, denser at first"
