@@ -116,8 +116,9 @@ SEARCH: list[dict] = [
 ]  # fmt: skip
 """``--stage search``: the step control of K-FAC, looked at before the study."""
 
-KFAC = {"kfac": FAST, "adam-eigen": EIGEN}
-"""K-FAC's settings besides the damping, in the runs and in the timing."""
+KFAC = {"kfac": FAST | {"rescale": "norm-kl", "warmup_refresh": 1.3}, "adam-eigen": EIGEN}
+"""K-FAC's settings besides the damping, in the runs and in the timing. Two are defaults, named to tell these runs from
+those before (docs/notes/010-early-steps.md), which are in the same file."""
 
 
 class FlatMuon:
@@ -273,7 +274,7 @@ def table(runs: list[dict], timed: dict[str, dict], seeds: int) -> dict:
                 tests = sorted(r["test"] for r in same)
                 row = {"epochs": fraction * EPOCHS, "steps": same[0]["steps"], "tests": tests}
                 row |= {"median": statistics.median(tests), "lr": best["lr"]}
-                row |= {k: best[k] for k in ("decay", "damping") if k in best}
+                row |= {k: best[k] for k in ("decay", "damping", "kfac") if k in best}
                 if time := timed.get(f"{network} {batch} {optimizer}"):
                     later = row["steps"] - time["first_steps"]
                     row |= {"seconds": time["first_seconds"] + later * time["step_ms"] / 1e3}

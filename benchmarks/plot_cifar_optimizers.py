@@ -38,7 +38,7 @@ def main() -> None:
             if row is None:
                 continue
             same = {"network": network, "batch": batch, "optimizer": optimizer, "epochs": row["epochs"]}
-            same |= {key: row[key] for key in ("lr", "decay", "damping") if key in row}
+            same |= {key: row[key] for key in ("lr", "decay", "damping", "kfac") if key in row}
             runs = [r for r in found["runs"] if same.items() <= r["config"].items() and "curve" in r]
             curve = [100 * fmean(values) for values in zip(*(r["curve"] for r in runs), strict=True)]
             per_epoch, time = row["steps"] / row["epochs"], times.get(f"{network} {batch} {optimizer}")

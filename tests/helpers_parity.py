@@ -226,7 +226,7 @@ class RanksOracle(ref.ReferenceKFAC):
 def oracle(steps, layers, *, net="deep", owners=None, accumulate="mean", **options):
     """Return the weights after the steps."""
     rhythm = {key: EXACT[key] for key in ("factor_interval", "inverse_interval", "damping")}
-    settings = ref.ReferenceSettings(**({"rescale": "norm-global"} | SGD | rhythm | options))
+    settings = ref.ReferenceSettings(**({"rescale": ref.default_length(options)} | SGD | rhythm | options))
     found = RanksOracle(lambda: build(net), layers, summed_loss, settings)
     found.owners, found.accumulate = owners, accumulate
     for shards in steps:

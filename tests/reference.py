@@ -385,6 +385,11 @@ def norm_kl(v: dict[str, Tensor], grad: dict[str, Tensor], lr: float | dict[str,
     return {name: matched[name] * shorter for name in v}
 
 
+def default_length(options: dict) -> str:
+    """What K-FAC chooses with SGD."""
+    return "norm-global" if options.get("damping_mode") == "relative" else "norm-kl"
+
+
 # 7. Training
 
 

@@ -1093,7 +1093,7 @@ def test_what_is_left_open_is_chosen_by_the_optimizer(kind, given, options, chos
 
 CHOSEN = ("solver", "factor_interval", "inverse_interval", "warmup_refresh", "factor_decay")
 ADAMS = ("warm-eigen", 20, 20, (5, 500), 0.8)
-USUAL = ("eigen", 10, 100, (10, 100), 0.95)
+USUAL = ("eigen", 10, 100, 1.3, 0.95)
 
 
 @pytest.mark.parametrize(

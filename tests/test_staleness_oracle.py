@@ -182,7 +182,8 @@ class StalenessOracle(ref.ReferenceKFAC):
             kinds += ref.NORMS
         layers = [name for name, module in build(net).named_modules() if isinstance(module, kinds)]
         taken = {key: options[key] for key in ("damping", "damping_mode", "factor_decay", "solver")}
-        settings = ref.ReferenceSettings(rescale="norm-global", norm_form="unit", **(SGD | taken))
+        length = ref.default_length(taken)
+        settings = ref.ReferenceSettings(rescale=length, norm_form="unit", **(SGD | taken))
         super().__init__(lambda: build(net), layers, summed_loss, settings)
         self.statistics = {name: {} for name in layers}
         for name, module in self.modules.items():
