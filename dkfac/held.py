@@ -45,8 +45,12 @@ def squares(lrs: Sequence[Any], like: Tensor) -> Tensor | float:
 
 
 def damping_of(layer: Layer, settings: Settings, step: int) -> float:
-    """Return the damping that a prediction leaves out; none of it with relative damping, which is small by itself."""
-    if settings.rescale == "kl-clip" or settings.damping_mode == "relative":
+    """Return the damping that a prediction leaves out.
+
+    None of it with relative damping, which is small by itself, nor where inverses may have been made with another one.
+    """
+    is_other = settings.solver == "cholesky" and (callable(settings.damping) or callable(settings.norm_damping))
+    if settings.rescale == "kl-clip" or settings.damping_mode == "relative" or is_other:
         return 0.0
     return settings.at("norm_damping" if layer.is_norm else "damping", step)
 
@@ -66,7 +70,8 @@ def by_parameter(
     result = [torch.zeros((), dtype=dtype, device=device) for _ in layers]
     for i, (layer, update) in enumerate(zip(layers, updates, strict=True)):
         damping = damping_of(layer, settings, step)
-        for p, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
+        parts = split_grad(layer, update.contiguous())  # sums depend on the layout, which is the owner's own
+        for p, part in zip(layer.parameters(), parts, strict=True):
             if p.grad is not None:
                 lr = rates.get(id(p), 0.0)
                 lr = lr.to(device, dtype).reshape(()) if isinstance(lr, Tensor) else float(lr)
@@ -76,9 +81,10 @@ def by_parameter(
 
 
 def longest(products: Tensor, kl_clip: float | Tensor) -> Tensor:
-    """Return the factor at which an update predicts a change of ``kl_clip``; infinite where it predicts none."""
+    """Return the factor at which an update predicts a change of ``kl_clip``: infinite where it predicts none, 0 where
+    what it predicts is beyond all numbers."""
     total = products.sum().abs()
-    return torch.where(total > 0, (kl_clip / total).sqrt(), torch.inf)
+    return torch.where(total == 0, torch.inf, (kl_clip / total).sqrt().nan_to_num(0.0, 0.0))
 
 
 def hold(scales: Tensor, sane: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,8 @@ def can_capture(settings: Settings, parameters: Sequence[Tensor], optimizer: Any
     same = not _is_scheduled(settings) and settings.solver != "eigen"
     same = same and settings.staleness == "fixed" and not settings.inverse_lag and settings.fisher == "empirical"
     same = same and settings.curvature != "ekfac" and (is_adam or settings.rescale != "kl-clip")
-    for group in optimizer.param_groups if is_adam or settings.rescale == "norm-kl" else ():
+    reads_rates = optimizer is not None and (is_adam or settings.rescale == "norm-kl")
+    for group in optimizer.param_groups if reads_rates else ():
         same = same and not isinstance(group["lr"], Tensor)
         same = same and not (is_adam and scaler is not None and group.get("fused"))
     return same and sum(p.numel() for p in parameters) <= GRAPH_ELEMENTS

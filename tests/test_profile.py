@@ -174,3 +174,23 @@ def wide(): return nn.Sequential(nn.Conv2d(3, 256, 3), nn.Flatten(), nn.Linear(9
     }.items():  # fmt: skip
         assert main(["doctor", *arguments, *shape]) == 0
         assert f"every 100 steps, {expected}. A prediction" in capsys.readouterr().out, arguments
+
+
+@pytest.mark.parametrize(
+    ("rescale", "rate", "expected"),
+    [("auto", 0.1, True), ("auto", torch.tensor(0.1), False), ("norm-global", torch.tensor(0.1), True)],
+    ids=["number", "tensor", "tensor that is not read"],
+)
+def test_a_graph_of_steps_that_are_held_back_needs_rates_that_are_numbers(gpu, rescale, rate, expected):
+    assert chosen(given={"lr": rate}, rescale=rescale) == ("cholesky", True, expected)
+
+
+def test_a_loop_by_hand_may_be_held_back_too(gpu):
+    model = build()
+    with KFAC(model, rescale="norm-kl", announce=False) as kfac:
+        model(torch.randn(8, 6)).square().mean().backward()
+        with pytest.raises(ValueError, match=r"learning rate: call kfac.step\(lr="):
+            kfac.step()
+        kfac.step(lr=0.1)
+        assert kfac.settings.cuda_graph
+        assert kfac.metrics()["clip_factor"] <= 1.0

@@ -5,6 +5,7 @@ import torch
 from helpers_capture import attach, batch, mean_loss, mlp
 
 import dkfac
+from dkfac import held
 from dkfac.recipes import digits
 
 
@@ -71,6 +72,48 @@ def test_the_default_length_is_the_gradients_held_back_where_the_step_is_lr_time
     optimizer = None if kind is None else kind(model.parameters(), lr=0.1)
     options = options if "settings" in options else {"announce": False, **options}
     assert dkfac.KFAC(model, optimizer, **options).settings.rescale == expected
+
+
+def test_what_an_update_predicts_does_not_depend_on_who_sent_it():
+    """To the last bit: the owner of a layer may hold it transposed, the others as it arrived."""
+    model = torch.nn.Linear(199, 300)
+    layer = dkfac.KFAC(model, announce=False).layers[0]
+    model(torch.randn(8, 199)).square().mean().backward()
+    rates, settings = {id(p): 0.1 for p in model.parameters()}, dkfac.Settings(rescale="norm-kl")
+    for seed in range(10):
+        update = torch.randn(1, 300, 200, generator=torch.Generator().manual_seed(seed))
+        other = update.mT.contiguous().mT
+        found = [held.by_parameter([layer], [u], rates, torch.zeros(1), settings, 0) for u in (update, other)]
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+def test_a_damping_that_rises_between_refreshes_does_not_undo_the_hold(solver):
+    """Inverses keep the one they were made with."""
+
+    def factor(later):
+        torch.manual_seed(0)
+        model, (x, y) = mlp(), batch(6, 4)
+        options = {"factor_interval": 1, "inverse_interval": 100, "solver": solver, "kl_clip": 1e-7}
+        kfac = attach(model, rescale="norm-kl", damping=lambda step: 1e-2 if step < 2 else later, **options)
+        for _ in range(3):
+            model.zero_grad()
+            mean_loss(model(x), y).backward()
+            kfac.step(lr=0.5)
+        return kfac.metrics()["clip_factor"]
+
+    found = [factor(later) for later in (1e-2, 0.1, 1.0)]
+    assert found[0] < 0.5
+    assert all(other < 0.8 for other in found)
+    if solver == "cholesky":
+        assert found[1:] == pytest.approx(found[:1] * 2)
+
+
+@pytest.mark.parametrize(
+    ("products", "expected"), [([0.0], torch.inf), ([4.0], 0.5), ([torch.inf], 0), ([torch.nan], 0)]
+)
+def test_an_update_that_predicts_more_than_a_number_can_say_takes_no_step(products, expected):
+    assert float(held.longest(torch.tensor(products), 1.0)) == expected
 
 
 @pytest.mark.parametrize("batch_norm", [True, False])
