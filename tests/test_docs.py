@@ -231,20 +231,23 @@ def figures() -> dict[str, list[str]]:
 
     for suffix, lr in (("", 0.05), ("_no_norm", 0.1)):
         epochs = []
-        for kfac in (None, *({"rescale": "norm-global", "damping": d} for d in (3e-4, 1e-3, 1e-2))):
+        before = {"rescale": "norm-global", "warmup_refresh": [10, 100]}
+        for kfac in (None, {}, {"damping": 1e-3}, {"damping": 1e-2}, before):
             row = digits(f"digits_confirm{suffix}_cpu", lr=lr, kfac=kfac)
             epochs.append(f"{row['epochs_to_97']:.1f} ± {row['epochs_to_97_standard_error']:.1f}")
         choose.append(f"| lr {lr} | {' | '.join(epochs)} |")
-    rows = [digits("digits_confirm_cpu", kfac={"rescale": r, "damping": 3e-4}) for r in ("norm", "norm-global")]
+    rows = [digits("digits_confirm_cpu", kfac=kfac) for kfac in ({"rescale": "norm"}, {})]
     both = [f"{row['epochs_to_97']:.1f} ± {row['epochs_to_97_standard_error']:.1f}" for row in rows]
     choose.append(f"{both[0]} epochs against {both[1]}")
     units = [row["epochs_to_97"] for row in result("digits_defaults_cpu")["rows"] if row["axis"] == "norm_form"]
     usual = digits("digits_defaults_cpu", axis="lr", lr=0.05, kfac={})["epochs_to_97"]
     choose.append(f"{min(units):.1f} to {max(units):.1f} epochs against {usual:.1f}")
-    for suffix, rates in (("", (0.1, 0.2, 0.5)), ("_no_norm", (0.1, 0.2))):
+    for suffix, rates in (("", (0.05, 0.1, 0.2, 0.5)), ("_no_norm", (0.1, 0.2, 0.5))):
         for lr in rates:
-            sgd, kfac = (digits(f"digits_defaults{suffix}_cpu", axis="lr", lr=lr, kfac=k) for k in (None, {}))
-            choose.append(f"| {lr} | {sgd['accuracy']:.1%} | {kfac['accuracy']:.1%} |")
+            every = [digits(f"digits_early{suffix}_cpu", lr=lr, kfac=k) for k in (None, before, {})]
+            ends = ["none" if r["num_missed"] == 3 else f"{r['epochs_to_97']:.1f}" for r in every]
+            cells = [f"{r['accuracy']:.1%}, {end}" for r, end in zip(every, ends, strict=True)]
+            choose.append(f"| {lr} | {' | '.join(cells)} |")
     late = {"factor_interval": 10, "inverse_interval": 100, "warmup_refresh": None}
     for suffix, unit in (("", "epochs_to_97"), ("_no_norm", "accuracy")):
         name = f"digits_defaults{suffix}_cpu"

@@ -288,8 +288,8 @@ def test_the_default_rhythm_begins_with_every_step_and_slows_down():
 
 
 @pytest.mark.parametrize("factor", [1, 2, 5, 10])
-@pytest.mark.parametrize("times", [1, 2, 3, 10])
-@pytest.mark.parametrize("ratio", [1.01, 1.1, 1.3, 2, 10, 1e9])
+@pytest.mark.parametrize("times", [1, 3, 10])
+@pytest.mark.parametrize("ratio", [1.1, 1.3, 2, 1e9])
 @pytest.mark.parametrize("lag", [0, 1, 7])
 def test_refreshes_that_slow_down_end_in_the_plain_rhythm(factor, times, ratio, lag):
     inverse = factor * times
