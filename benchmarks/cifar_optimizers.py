@@ -120,6 +120,17 @@ KFAC = {"kfac": FAST | {"rescale": "norm-kl", "warmup_refresh": 1.3}, "adam-eige
 """K-FAC's settings besides the damping, in the runs and in the timing. Two are defaults, named to tell these runs from
 those before (docs/notes/010-early-steps.md), which are in the same file."""
 
+HOLDS = [
+    point | {"optimizer": "kfac", "epochs": 0.75 * EPOCHS, "seed": 0, "kfac": KFAC["kfac"] | hold}
+    for point in (
+        {"network": 18, "batch": 128, "lr": 0.1, "damping": 1e-3},
+        {"network": 18, "batch": 1024, "lr": 0.8, "damping": 3e-4},
+        {"network": 32, "batch": 1024, "lr": 1.2, "damping": 3e-4},
+    )
+    for hold in ({"kl_clip": 3e-3}, {"kl_clip": 1e-2}, {"rescale": "norm-global"})
+]
+"""``--holds``: how far a step is held back, tried beside the settings; not chosen from."""
+
 
 class FlatMuon:
     """torch.optim.Muon on convolutions as matrices, which it takes alone, and AdamW for everything else."""
@@ -295,6 +306,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=450, help="steps timed: the first third apart")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=550, help="stop after this long; called again, it goes on")
+    parser.add_argument("--holds", action="store_true", help="other limits of K-FAC's step as well")
     parser.add_argument("--out", required=True)
     given = parser.parse_args()
     cases = [tuple(map(int, case.split("/"))) for case in given.cases.split(",")]
@@ -313,9 +325,11 @@ def main() -> None:
     try:
         if given.stage == "search":
             machine.run([SHORT | {"seed": seed} | c for seed in range(given.seeds) for c in SEARCH])
-        elif machine.run([c for case in cases for n in names for c in tuning(*case, n)]):
+        elif machine.run([c for case in cases for n in names for c in tuning(*case, n)] + HOLDS * given.holds):
             found = [chosen(machine.runs, *case, n) for case in cases for n in names]
-            machine.run([c for best in found if best is not None for c in final(best, given.seeds)])
+            last = [c for best in found if best is not None for c in final(best, given.seeds)]
+            # K-FAC first, then those that are compared with it; long runs of the others if there is time.
+            machine.run(sorted(last, key=lambda c: (c["optimizer"] == "muon" and c["epochs"] == EPOCHS, c["batch"])))
     finally:
         machine.close()
     shown = table(machine.runs, timed, given.seeds)

@@ -4,6 +4,7 @@ A study that did not finish goes on where it was: runs in ``known``, as an earli
 Each run is written down when it ends, a line in ``OUT.lines``, in case the study is stopped before its end.
 """
 
+import gc
 import json
 import pathlib
 import queue
@@ -20,6 +21,8 @@ def work(tasks, results, data, device: str, train) -> None:
             results.put(train(config, data, device))
         except Exception as error:
             results.put({"config": config, "error": f"{type(error).__name__}: {error}"})
+        gc.collect()
+        torch.cuda.empty_cache()  # the device is shared
 
 
 def lines_of(path: str) -> pathlib.Path:

@@ -2,7 +2,7 @@
 
 Above: validation accuracy as it was trained, against epochs; below: against seconds, with the step times that were
 measured apart. The mean of the seeds; K-FAC in three quarters of the epochs, the others in all of them. Dots: the
-median test accuracy at the end, with the least and the largest.
+median test accuracy at the end, with the least and the largest; rings: that of the same in other numbers of epochs.
 """
 
 import json
@@ -52,15 +52,21 @@ def main() -> None:
                 low, high = 100 * row["tests"][0], 100 * row["tests"][-1]
                 axes.plot([end, end], [low, high], color=colour, lw=1)
                 axes.plot([end], [100 * row["median"]], "o", color=colour, ms=5)
+            for key, other in rows.items():
+                if key.startswith(f"{case} {optimizer} x") and other is not row:
+                    ring = {"marker": "o", "ms": 5, "mfc": "none", "color": colour}
+                    above.plot([other["epochs"]], [100 * other["median"]], **ring)
+                    below.plot([other["seconds"]], [100 * other["median"]], **ring)
         sgd = rows.get(f"{case} sgd x1")
         for axes in (above, below):
             if sgd is not None:
                 axes.axhline(100 * sgd["median"], color="#6b6b6b", lw=0.8, ls="--")
-                axes.set_ylim(100 * sgd["median"] - 15, 100 * sgd["median"] + 3)
+                top = max(row["tests"][-1] for key, row in rows.items() if key.startswith(f"{case} "))
+                axes.set_ylim(100 * sgd["median"] - 12, 100 * top + 1)
             axes.grid(axis="y", alpha=0.3)
             for side in ("top", "right"):
                 axes.spines[side].set_visible(False)
-        above.set_title(case.replace("resnet", "ResNet-"), fontsize=10)
+        above.set_title(f"ResNet-{network}, batch {batch:,}", fontsize=10)
         above.set_xlabel("epochs")
         below.set_xlabel("seconds")
     for axes in every[:, 0]:

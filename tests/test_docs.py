@@ -204,10 +204,32 @@ def final(name: str, optimizer: str, lr: float, fraction: float = 1.0) -> float:
     raise AssertionError((name, optimizer, lr))
 
 
+def ended(row: dict) -> str:
+    middle, *spread = (100 * value for value in (row["median"], row["tests"][0], row["tests"][-1]))
+    return f"{middle:.1f} ({spread[0]:.1f} to {spread[1]:.1f}), {row['seconds']:.1f} s"
+
+
 def figures() -> dict[str, list[str]]:
     """Return, by page, what stands there of benchmarks, made from their results."""
-    found: dict[str, list[str]] = {"choose.md": [], "distributed.md": [], "recipes.md": []}
+    found: dict[str, list[str]] = {"choose.md": [], "distributed.md": [], "recipes.md": [], "../README.md": []}
     choose = found["choose.md"]
+
+    study = result("cifar_optimizers_h200")["table"]
+    cases = {f"resnet{n} batch {b}": f"ResNet-{n}, batch {b:,}" for n in (32, 18) for b in (128, 1024)}
+    for case, title in cases.items():
+        sgd = study[f"{case} sgd x1"]
+        enough = [r for key, r in study.items() if key.startswith(f"{case} kfac ") and r["median"] >= sgd["median"]]
+        kfac = min(enough, key=lambda row: row["epochs"])
+        found["../README.md"].append(
+            f"| {title} | {sgd['median']:.1%} in {sgd['seconds']:.1f} s | {kfac['median']:.1%} in {kfac['epochs']:.0f} "
+            f"epochs, {kfac['seconds']:.1f} s | {kfac['epochs'] / 16:.2f} | {kfac['seconds'] / sgd['seconds']:.2f} |"
+        )
+    titles = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon", "kfac": "K-FAC"}
+    for length in dict.fromkeys(key.rpartition("batch ")[2].partition(" ")[2] for key in study):
+        rows = [study.get(f"{case} {length}") for case in cases]
+        cells = [ended(row) if row else "" for row in rows]
+        epochs = next(row["epochs"] for row in rows if row)
+        choose.append(f"| {titles[length.split()[0]]}, {epochs:.0f} | {' | '.join(cells)} |")
 
     norm = "cifar_resnet32_h200_rescale_norm"
     choose.append(f"| SGD, 12 epochs | {percents(cifar(norm, 'sgd 12'))} |")
@@ -331,7 +353,7 @@ def figures() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", ["choose.md", "distributed.md", "recipes.md"])
+@pytest.mark.parametrize("page", ["choose.md", "distributed.md", "recipes.md", "../README.md"])
 def test_figures_are_those_of_the_committed_results(page):
     text = " ".join((ROOT / "docs" / page).read_text().split())
     missing = [figure for figure in figures()[page] if " ".join(figure.split()) not in text]
