@@ -125,9 +125,12 @@ def _bear_ranks(module, folder, world_size, environment, timeout, debug):
 def _nurse():
     """Fork a mother of ranks for each line."""
     import pytest  # noqa: F401 - what the tests' modules import too
+    import torch._dynamo  # noqa: F401 - which an optimizer imports, for two seconds
+    import torch.distributed.checkpoint
 
-    import dkfac  # noqa: F401
+    import dkfac
 
+    assert dkfac.KFAC, "imported when it is asked for"
     torch.set_num_threads(1)
     while line := sys.stdin.readline():
         module, folder, world_size, environment = json.loads(line)

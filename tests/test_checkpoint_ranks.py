@@ -215,10 +215,7 @@ def test_a_distributed_checkpoint_of_four_processes_loads_on_one_and_three(tmp_p
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
         found = [load_distributed(0, tmp_path)]
-    found += [
-        *on_processes(2, load_distributed, tmp_path),
-        *on_processes(3, load_distributed, tmp_path),
-    ]
+    found += on_processes(3, load_distributed, tmp_path)
     for results in found:
         for weights, wanted in zip(results, expected, strict=True):
             assert_same(weights, wanted)
