@@ -125,7 +125,7 @@ def _bear_ranks(module, folder, world_size, environment, timeout, debug):
 def _nurse():
     """Fork a mother of ranks for each line."""
     import pytest  # noqa: F401 - what the tests' modules import too
-    import torch._dynamo  # noqa: F401 - which an optimizer imports, for two seconds
+    import torch._dynamo  # which an optimizer imports, for two seconds
     import torch.distributed.checkpoint
 
     import dkfac
