@@ -119,7 +119,7 @@ def test_an_error_of_a_solver_library_ends_nothing(decompositions, monkeypatch):
 
 
 @pytest.mark.parametrize("rectified", [False, True])
-@pytest.mark.parametrize(("size", "rows"), [(768, 384), (1000, 500)])
+@pytest.mark.parametrize(("size", "rows"), [(768, 384), pytest.param(1000, 500, marks=pytest.mark.slow)])
 def test_large_factors_without_rank_become_orthonormal(size, rows, rectified):
     torch.manual_seed(0)
     x = torch.randn(rows, size)

@@ -53,7 +53,8 @@ def covering():
         net = "deep" if world_size < 4 else "tiny"
         for group in distinct(STRATEGIES, world_size, net):
             if world_size < 64 or GRID in group:  # 64 ranks of one plan take as long as all plans on 16
-                marks = pytest.mark.slow if world_size == 64 else []
+                usual = world_size < 16 or (world_size == 16 and "comm-opt" in group)
+                marks = [] if usual else pytest.mark.slow
                 yield pytest.param(world_size, group[-1], net, id=f"{world_size}-{'='.join(group)}", marks=marks)
 
 

@@ -93,9 +93,18 @@ def test_renewed_in_place_it_stays_in_pieces_from_the_warm_up_on(solver, spread)
         assert bool((between == 0).all()) == (steps == 30)
 
 
-@pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "warm-eigen"])
-@pytest.mark.parametrize("strategy", ["comm-opt", "hybrid-opt", "sharded"])
+SOLVERS, PLANS = ["eigen", "cholesky", "warm-eigen"], ["comm-opt", "hybrid-opt", "sharded"]
+
+
+@pytest.mark.parametrize(
+    ("solver", "strategy", "warmup"),
+    [
+        pytest.param(solver, plan, warmup, marks=() if (i + j + (warmup > 0)) % 3 == 0 else pytest.mark.slow)
+        for i, solver in enumerate(SOLVERS)
+        for j, plan in enumerate(PLANS)
+        for warmup in (0, 5)
+    ],
+)
 def test_is_the_same_on_several_ranks(solver, strategy, warmup):
     options = {"net": "small", "split_dim": DIM, "split_warmup": warmup, "solver": solver}
     alone = train(**options)
