@@ -144,7 +144,8 @@ def rotate(v, old, new):
 def longest(number, one, two):
     """The most that |m| / sqrt(v) of so many numbers can be: what numbers in proportion to w1 / w2 have."""
     ages = range(number)
-    means, squares = ([beta**age / sum(beta**a for a in ages) for age in ages] for beta in (one, two))
+    sums = {beta: sum(beta**age for age in ages) for beta in (one, two)}
+    means, squares = ([beta**age / sums[beta] for age in ages] for beta in (one, two))
     worst = [w / s for w, s in zip(means, squares, strict=True)]
     m = sum(w * g for w, g in zip(means, worst, strict=True))
     return m / sum(s * g * g for s, g in zip(squares, worst, strict=True)) ** 0.5

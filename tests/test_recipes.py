@@ -284,6 +284,7 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.slow  # test_compare_paths.py compares one too
 def test_a_script_is_compared(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SCRIPT)

@@ -63,7 +63,7 @@ def test_there_are_three_scripts_and_none_knows_of_kfac():
     ("name", "options", "optimizer"),
     [
         ("plain.py", ["--damping", "1e-3"], "SGD"),
-        ("amp_accumulation.py", ["--set", "accumulate=mean"], "SGD"),
+        pytest.param("amp_accumulation.py", ["--set", "accumulate=mean"], "SGD", marks=pytest.mark.slow),
         ("ddp.py", ["--strategy", "sharded"], "AdamW"),
     ],
 )

@@ -157,15 +157,21 @@ IRREGULAR = {
 }
 
 
-@pytest.mark.parametrize("how", IRREGULAR)
+LIKES = [
+    ("linear", "eigen"),
+    ("linear", "cholesky"),
+    ("linear", "warm-eigen"),
+    ("conv-groups", "cholesky"),
+    ("conv1D-transposed", "eigen"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "solver"),
+    ("kind", "solver", "how"),
     [
-        ("linear", "eigen"),
-        ("linear", "cholesky"),
-        ("linear", "warm-eigen"),
-        ("conv-groups", "cholesky"),
-        ("conv1D-transposed", "eigen"),
+        pytest.param(*likes, how, marks=() if (i + j) % 5 < 2 else pytest.mark.slow)
+        for i, likes in enumerate(LIKES)
+        for j, how in enumerate(IRREGULAR)
     ],
 )
 def test_a_layer_that_is_used_otherwise_than_its_likes_is_alone_all_the_same(kind, how, solver):

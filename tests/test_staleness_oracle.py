@@ -381,9 +381,11 @@ NORMS = {"norm_form": "unit"}
 
 
 @pytest.mark.parametrize(
-    "options", [CHANGE, BASIS, CHANGE | {"solver": "cholesky"}], ids=["change", "basis", "cholesky"]
+    ("options", "net"),
+    [(options, net) for options in (CHANGE, BASIS) for net in ("deep", "conv", "tokens", "norms")]
+    + [(CHANGE | {"solver": "cholesky"}, "conv")],
+    ids=str,
 )
-@pytest.mark.parametrize("net", ["deep", "conv", "tokens", "norms"])
 def test_intervals_and_weights_equal_the_oracles(net, options):
     oracle = compare(net, alone(net), **(options | NORMS if net == "norms" else options))
     grew, shrank = moves(oracle)

@@ -92,9 +92,14 @@ def assert_equal(found, wanted, where="state"):
         assert found == wanted, where
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    ("rhythm", "optimizer"), [("2/4", "sgd"), pytest.param("2/4", "adamw", marks=pytest.mark.slow), ("warmup", "sgd")]
+    ("rhythm", "optimizer", "variant"),
+    [
+        *(("2/4", "sgd", variant) for variant in VARIANTS),
+        *(("warmup", "sgd", variant) for variant in ("eigen", "warm-eigen")),
+        *(pytest.param("2/4", "adamw", variant, marks=pytest.mark.slow) for variant in VARIANTS),
+        *(pytest.param("warmup", "sgd", v, marks=pytest.mark.slow) for v in ("cholesky", "ekfac", "kl-clip")),
+    ],
 )
 def test_resuming_at_any_step_is_bitwise_the_uninterrupted_run(rhythm, optimizer, variant):
     options = {"optimizer": optimizer, **RHYTHMS[rhythm], **VARIANTS[variant]}
