@@ -737,7 +737,8 @@ def assert_parity(world_size, strategy, **options):
 def covering():
     for world_size in (2, 3, 4):
         for group in distinct((*FULL_STATISTICS, "auto"), world_size, "deep"):
-            yield pytest.param(world_size, group[-1], id=f"{world_size}-{'='.join(group)}")
+            marks = pytest.mark.slow if world_size == 3 else ()
+            yield pytest.param(world_size, group[-1], id=f"{world_size}-{'='.join(group)}", marks=marks)
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), list(covering()))
@@ -745,7 +746,7 @@ def test_ranks_train_like_one_process(world_size, strategy):
     assert_parity(world_size, strategy)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 @pytest.mark.parametrize("strategy", [*ALONE, "auto"])
 def test_ranks_that_share_weights_train_like_one_process(strategy, world_size):
     assert_parity(world_size, strategy, share="weights")

@@ -112,8 +112,15 @@ def test_moments_and_inverses_are_dealt_out_too(options):
         assert_same(weights, expected, 1e-8)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize(("world_size", "share"), [(2, "weights"), (1, "weights"), (2, "gradients"), (8, "weights")])
+@pytest.mark.parametrize(
+    ("optimizer", "world_size", "share"),
+    [
+        (torch.optim.SGD, 2, "weights"),
+        (torch.optim.AdamW, 1, "weights"),
+        (torch.optim.SGD, 2, "gradients"),
+        (torch.optim.AdamW, 8, "weights"),
+    ],
+)
 def test_the_optimizers_state_of_owned_layers_is_dealt_out_again(optimizer, world_size, share):
     expected = straight(optimizer=optimizer)
     saved = on_threads(4, save_gathered, 4, {"strategy": "sharded", "share": "weights", "optimizer": optimizer})

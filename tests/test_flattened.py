@@ -119,7 +119,7 @@ def train(rank=0, world_size=1, optimizer=torch.optim.SGD, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"curvature": "ekfac"}, {"overlap": True}, {"inverse_lag": 1}])
-@pytest.mark.parametrize("strategy", ["comm-opt", "sharded", "factor-wise"])
+@pytest.mark.parametrize("strategy", ["comm-opt", "sharded", pytest.param("factor-wise", marks=pytest.mark.slow)])
 def test_is_the_same_on_several_ranks(strategy, options):
     alone = train(**options)
     for weights in on_threads(2, lambda rank: train(rank, 2, strategy=strategy, **options)):

@@ -145,6 +145,7 @@ def recipe_on_rank(rank, folder, data):
     return run(trial(Path(folder), data, max_steps=2), place)
 
 
+@pytest.mark.slow
 def test_the_recipe_on_two_ranks(tmp_path):
     write_folder(tmp_path / "data", sizes=[(20, 20)], number=8)
     assert on_processes(2, recipe_on_rank, str(tmp_path / "run"), str(tmp_path / "data")) == ["done", "done"]

@@ -57,7 +57,9 @@ def assert_same(found, expected, tolerance=1e-10):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("options", [{"strategy": "sharded"}, {"strategy": "comm-opt", "solver": "cholesky"}], ids=str)
 def test_rows_give_the_weights_of_one_process(world_size, options):
     expected, _ = train(**options)

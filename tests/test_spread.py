@@ -189,10 +189,17 @@ def damping(step):
 
 
 @pytest.mark.parametrize(
-    ("spread", "rhythm", "mode"),
-    [*((*pair, "absolute") for pair in itertools.product((1, 3, 9), RHYTHMS)), (3, "each other step", "relative")],
+    ("solver", "spread", "rhythm", "mode"),
+    [
+        *(
+            pytest.param(solver, spread, rhythm, "absolute", marks=() if (i + j + k) % 3 else pytest.mark.slow)
+            for i, solver in enumerate(SOLVERS)
+            for j, spread in enumerate((1, 3, 9))
+            for k, rhythm in enumerate(RHYTHMS)
+        ),
+        *((solver, 3, "each other step", "relative") for solver in SOLVERS),
+    ],
 )
-@pytest.mark.parametrize("solver", SOLVERS)
 def test_each_layer_is_decomposed_on_the_factors_of_the_step_at_which_its_slice_is_due(
     monkeypatch, solver, spread, rhythm, mode
 ):
