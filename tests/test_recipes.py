@@ -219,6 +219,9 @@ def test_wrong_words_are_refused_before_anything_starts(tmp_path, capsys, monkey
     with pytest.raises(SystemExit):
         main(["train", "digits-cnn", "--epoch", "3"])
     assert "did you mean --epochs?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["trian"])
+    assert capsys.readouterr().err.endswith("; did you mean train?\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -21,6 +22,8 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ").split()[0] if message.startswith("unrec") else ""
         known = [option for action in self._known_actions() for option in action.option_strings]
         near = difflib.get_close_matches(unknown.partition("=")[0], known, 1) if unknown.startswith("--") else []
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(choice[1], [word.strip("'") for word in choice[2].split(", ")], 1)
         super().error(f"{message}; did you mean {near[0]}?" if near else message)
 
     def _known_actions(self) -> list[argparse.Action]:
