@@ -328,7 +328,7 @@ def main() -> None:
         elif machine.run([c for case in cases for n in names for c in tuning(*case, n)] + HOLDS * given.holds):
             found = [chosen(machine.runs, *case, n) for case in cases for n in names]
             last = [c for best in found if best is not None for c in final(best, given.seeds)]
-            # K-FAC first, then those that are compared with it; long runs of the others if there is time.
+            # Small batches take longest and come first; Muon's longest runs last, if there is time.
             machine.run(sorted(last, key=lambda c: (c["optimizer"] == "muon" and c["epochs"] == EPOCHS, c["batch"])))
     finally:
         machine.close()

@@ -56,10 +56,10 @@ def step_once(model, run, kfac, x, y):
 @pytest.mark.parametrize(
     ("backend", "when", "wrapper"),
     [
-        ("eager", "before compile", "torch.compile(model)"),
-        ("eager", "after compile", "model.compile()"),
-        ("aot_eager", "before compile", "model.compile()"),
-        ("aot_eager", "after compile", "torch.compile(model)"),
+        pytest.param(backend, when, wrapper, marks=() if (i + j + k) % 2 == 0 else pytest.mark.slow)
+        for i, backend in enumerate(BACKENDS)
+        for j, when in enumerate(["before compile", "after compile"])
+        for k, wrapper in enumerate(["torch.compile(model)", "model.compile()"])
     ],
 )
 def test_a_compiled_model_has_the_factors_and_updates_of_the_eager_one(backend, when, wrapper):
@@ -155,7 +155,15 @@ def test_every_call_of_a_compiled_layer_is_kept(backend):
     assert kfac.factors()["unused"] == {}
 
 
-@pytest.mark.parametrize(("backend", "regional"), [("eager", True), ("aot_eager", False)])
+@pytest.mark.parametrize(
+    ("backend", "regional"),
+    [
+        ("eager", True),
+        ("aot_eager", False),
+        pytest.param("eager", False, marks=pytest.mark.slow),
+        pytest.param("aot_eager", True, marks=pytest.mark.slow),
+    ],
+)
 def test_changing_batch_sizes_train_like_eager_without_a_storm_of_recompilations(backend, regional):
     data = batches([6, 5, 4, 3, 2, 7, 8, 9, 6, 5, 11, 12])
 

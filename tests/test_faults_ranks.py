@@ -280,7 +280,11 @@ def train_branching(rank, pattern, options):
 
 @pytest.mark.parametrize(
     ("strategy", "pattern"),
-    [("sharded" if i % 2 else "comm-opt", p) for i, p in enumerate(PATTERNS)]
+    [
+        pytest.param(s, p, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, s in enumerate(("comm-opt", "sharded"))
+        for j, p in enumerate(PATTERNS)
+    ]
     + [(s, "0-1-2-3-times") for s in FULL_STATISTICS if s not in ("comm-opt", "sharded")],
 )
 def test_layers_that_not_every_rank_runs_train_like_one_process(strategy, pattern):

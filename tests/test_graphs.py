@@ -180,7 +180,11 @@ ROOMS = [2**10, 2**12, 2**14, 2**15, 2**16]
 
 @pytest.mark.parametrize(
     ("options", "room"),
-    [*((CASES[0], room) for room in ROOMS), *((case, ROOMS[i % len(ROOMS)]) for i, case in enumerate(CASES[1:]))],
+    [
+        pytest.param(case, room, marks=() if i == 0 or (i - 1) % len(ROOMS) == j else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+        for j, room in enumerate(ROOMS)
+    ],
     ids=str,
 )
 def test_what_does_not_fit_is_summed_by_several_graphs(acted, options, room, monkeypatch):

@@ -129,7 +129,15 @@ def test_forwards_without_backward_keep_nothing(fisher):
 # --- R04 -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"solver": "cholesky"}, {"curvature": "ekfac", "rescale": "kl-clip"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"solver": "cholesky"},
+        {"curvature": "ekfac", "rescale": "kl-clip"},
+    ],
+    ids=str,
+)
 def test_200_steps_twice_are_bitwise_the_same(options):
     runs = []
     for _ in range(2):

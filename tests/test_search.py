@@ -76,7 +76,7 @@ def makespan_and_costs(plan):
     return max(load), costs
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(layers=layer_sets, world=worlds, strategy=st.sampled_from(sorted(STRATEGIES)), share=st.floats(0.0, 1.5))
 def test_any_plan_owns_every_factor_and_balances_and_budgets_hold(layers, world, strategy, share):
     fraction = 1 / world if strategy == "hybrid-opt" else None

@@ -383,7 +383,10 @@ NORMS = {"norm_form": "unit"}
 @pytest.mark.parametrize(
     ("options", "net"),
     [(options, net) for options in (CHANGE, BASIS) for net in ("deep", "conv", "tokens", "norms")]
-    + [(CHANGE | {"solver": "cholesky"}, "conv")],
+    + [
+        pytest.param(CHANGE | {"solver": "cholesky"}, net, marks=() if net == "conv" else pytest.mark.slow)
+        for net in ("deep", "conv", "tokens", "norms")
+    ],
     ids=str,
 )
 def test_intervals_and_weights_equal_the_oracles(net, options):
