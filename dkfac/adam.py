@@ -1,13 +1,15 @@
 """Adam in the eigenbasis of a layer's curvature (``curvature="adam-eigen"``): moments, update and step.
 
-See ``docs/notes/005-adam-eigen.md``. Nothing waits for the device.
+What it reads off an optimizer and how it takes a step also serve ``curvature="adaptive"`` (``adaptive.py``). See
+``docs/notes/005-adam-eigen.md``. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Eigen
 from dkfac.ops.precondition import rotate, spectrum
+from dkfac.settings import Settings
 from dkfac.stacks import Stack
 from dkfac.state import LayerState
 
@@ -30,27 +33,86 @@ class Rule:
     decoupled: bool
     """Whether weight decay acts on the weights, not on the gradient."""
     sign: float
+    length: Length = "adam"
+    """Whose length an update has with ``curvature="adaptive"``."""
+    nesterov: bool = False
+
+
+Length = Literal["adam", "sgd", "measured"]
+SECOND_BETA = 0.99
+"""Decay of second moments where the optimizer has none."""
+MOMENTUM = 0.9
+"""Decay of the gradient's average where the optimizer does not say."""
+COUPLED = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+           torch.optim.ASGD, torch.optim.Rprop)  # fmt: skip
+"""Optimizers that add weight decay to the gradient."""
+
+
+def length_of(optimizer: Any) -> Length:
+    """Return how the length of an optimizer's own update is known: by Adam's rule, by SGD's, or by letting it step.
+
+    A subclass that does not change ``step`` keeps the rule of its class.
+    """
+    step, groups = inspect.unwrap(type(optimizer).step), optimizer.param_groups
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not any(g.get("amsgrad") for g in groups):
+        own = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
+        return "adam" if step in own else "measured"
+    if isinstance(optimizer, torch.optim.SGD) and not any(g.get("dampening") for g in groups):
+        return "sgd" if step is inspect.unwrap(torch.optim.SGD.step) else "measured"
+    return "measured"
+
+
+def hides(settings: Settings, optimizer: Any) -> bool:
+    """Whether an optimizer does not see the gradients of K-FAC's layers, nor keeps state for them."""
+    is_plain = settings.curvature == "adam-eigen"
+    return is_plain or (settings.curvature == "adaptive" and length_of(optimizer) != "measured")
 
 
 def rules(optimizer: Any) -> dict[int, Rule]:
     """Return the optimizer's settings as they are now, by the parameters' ids."""
     found: dict[int, Rule] = {}
+    length = length_of(optimizer)
+    is_decoupled = isinstance(optimizer, torch.optim.AdamW) or not isinstance(optimizer, (torch.optim.Adam, *COUPLED))
     for group in optimizer.param_groups:
-        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        first, second = group.get("betas", (group.get("momentum", MOMENTUM), SECOND_BETA))[:2]
         rule = Rule(
             group["lr"],
-            (float(group["betas"][0]), float(group["betas"][1])),
-            group["eps"],
-            group["weight_decay"],
-            decoupled,
+            (float(first or 0.0), float(second)),
+            group.get("eps") or 0.0 if length == "adam" else 0.0,
+            group.get("weight_decay") or 0.0,
+            group.get("decoupled_weight_decay", is_decoupled),
             -1.0 if group.get("maximize") else 1.0,
+            length,
+            bool(group.get("nesterov")),
         )
         found |= {id(p): rule for p in group["params"]}
     return found
 
 
-def check(optimizer: Any, layers: Iterable[Layer]) -> None:
-    """Refuse an optimizer that is not Adam, or that treats the parameters of one layer in different ways."""
+def check(optimizer: Any, layers: Iterable[Layer], curvature: str) -> None:
+    """Refuse an optimizer that does not fit, or that treats the parameters of one layer in different ways."""
+    if curvature == "adaptive" and optimizer is None:
+        raise TypeError(
+            'curvature="adaptive" takes the step of an optimizer: use KFAC(model, optimizer), or curvature="kfac" for '
+            "a loop that steps by itself"
+        )
+    if curvature == "adam-eigen":
+        _check_adam(optimizer)
+    found = rules(optimizer)
+    for layer in layers:
+        given = [found[id(p)] for p in layer.parameters() if id(p) in found]
+        for name in ("betas", "eps", "sign", "nesterov"):
+            values = [getattr(rule, name) for rule in given]
+            if len(set(values)) > 1:
+                what = {"sign": "maximize"}.get(name, name)
+                raise ValueError(
+                    f"weight and bias of layer {layer.name!r} have different {what} ({values[0]} and {values[1]}), but "
+                    f"one basis: put them into groups with the same, skip=[{layer.name!r}], or use "
+                    f'curvature="kfac"'
+                )
+
+
+def _check_adam(optimizer: Any) -> None:
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         what = "no optimizer" if optimizer is None else f"torch.optim.{type(optimizer).__name__}"
         raise TypeError(
@@ -59,23 +121,11 @@ def check(optimizer: Any, layers: Iterable[Layer]) -> None:
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError('curvature="adam-eigen" with amsgrad=True: a maximum of moments means nothing across bases')
-    found = rules(optimizer)
-    for layer in layers:
-        given = [found[id(p)] for p in layer.parameters() if id(p) in found]
-        for name in ("betas", "eps", "sign"):
-            values = [getattr(rule, name) for rule in given]
-            if len(set(values)) > 1:
-                what = "maximize" if name == "sign" else name
-                raise ValueError(
-                    f"weight and bias of layer {layer.name!r} have different {what} ({values[0]} and {values[1]}), but "
-                    f"one basis: put them into groups with the same, skip=[{layer.name!r}], or use "
-                    f'curvature="kfac"'
-                )
 
 
 def is_alike(layers: list[Layer], given: dict[int, Rule]) -> bool:
     """Whether layers can take their steps together: one rule but for learning rates and weight decay."""
-    kinds = {(r.betas, r.eps, r.sign, r.decoupled) for r in (given[id(layer.weight)] for layer in layers)}
+    kinds = {(r.betas, r.eps, r.sign, r.decoupled, r.nesterov) for r in (given[id(layer.weight)] for layer in layers)}
     return len(kinds) == 1
 
 
@@ -88,19 +138,10 @@ def directions(
     ``limits``: of ``u^T (A x G) u``, ``[layers]``. Returns also by what they shortened the updates.
     """
     rule, good = given[id(stack.layers[0].weight)], good.to(raw.device)
-    grads = torch.where(good, raw, 0).mul_(rule.sign)
-    if loss_scale is not None:
-        grads /= loss_scale.to(grads)
-    if not rule.decoupled:
-        _add_decay(stack, grads, given, good)
-    joined = stack.decompositions(states) or {}
-    bases = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
-    if len(bases) < len(joined):
-        bases = {}  # that of the weights
-    elif bases and stack.transposed:
-        bases = {"A": bases["G"], "G": bases["A"]}
+    grads = gradients(stack, raw, given, good, loss_scale)
+    in_use = bases(stack, states)
     (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
-    rotated = rotate(grads, bases) if bases else grads
+    rotated = rotate(grads, in_use) if in_use else grads
     keep, keep_square = (torch.where(good, raw.new_full((), beta), 1.0) for beta in rule.betas)
     mean.mul_(keep).add_(grads)
     square.mul_(keep_square).addcmul_(rotated, rotated)
@@ -109,13 +150,33 @@ def directions(
     first = mean / _over(mean_weight, stack)
     second = (square / _over(square_weight, stack)).sqrt_().add_(rule.eps or torch.finfo(raw.dtype).tiny)
     most = _over(longest(mean_weight, square_weight, rule.betas), stack)
-    if not bases:
+    if not in_use:
         return first.div_(second).clamp_(-most, most), None
-    update, factor = (rotate(first, bases) / second).clamp_(-most, most), None
+    update, factor = (rotate(first, in_use) / second).clamp_(-most, most), None
     if limits is not None:
-        factor = held_back(update, bases, limits)
+        factor = held_back(update, in_use, limits)
         update *= factor.repeat_interleave(stack.blocks)[:, None, None]
-    return rotate(update, bases, back=True), factor
+    return rotate(update, in_use, back=True), factor
+
+
+def gradients(stack: Stack, raw: Tensor, given: dict[int, Rule], good: Tensor, loss_scale: Any) -> Tensor:
+    """Return the gradients as the moments absorb them: zero if not ``good``, unscaled, to be descended along."""
+    rule = given[id(stack.layers[0].weight)]
+    grads = torch.where(good, raw, 0).mul_(rule.sign)
+    if loss_scale is not None:
+        grads /= loss_scale.to(grads)
+    if not rule.decoupled:
+        _add_decay(stack, grads, given, good)
+    return grads
+
+
+def bases(stack: Stack, states: dict[str, LayerState]) -> dict[str, Eigen]:
+    """Return the eigenbases of layers that are alike as one layer's; none where a factor has no eigenbasis."""
+    joined = stack.decompositions(states) or {}
+    found = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
+    if len(found) < len(joined):
+        return {}  # that of the weights
+    return {"A": found["G"], "G": found["A"]} if found and stack.transposed else found
 
 
 def held_back(update: Tensor, bases: dict[str, Eigen], limits: Tensor) -> Tensor:

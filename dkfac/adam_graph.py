@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dkfac import adam
+from dkfac import adam, adaptive
 from dkfac.layers.layer import Layer
 from dkfac.ops import many
 from dkfac.stacks import Stack
@@ -44,8 +44,13 @@ class AdamSteps:
         given = [p for stack in stacks for layer in stack.layers for p in layer.parameters() if p.grad is not None]
         known = [rules[id(p)] for p in given if id(p) in rules]
         is_scaled = getattr(optimizer, "grad_scale", None) is not None
+        reason = None
         if is_scaled or any(isinstance(rule.lr, Tensor) for rule in known):
-            self._warn("a GradScaler with a fused optimizer" if is_scaled else "a learning rate that is a tensor")
+            reason = "a GradScaler with a fused optimizer" if is_scaled else "a learning rate that is a tensor"
+        elif not adam.hides(runner.settings, optimizer):
+            reason = f"{type(optimizer).__name__}, whose own step is measured first"
+        if reason is not None:
+            self._warn(reason)
             return None
         if len(known) < len(given):
             return None
@@ -69,17 +74,22 @@ class AdamSteps:
             each = [limit for stack in stacks for limit in adam.limits(stack.layers, rules, kl_clip)]
             self._most.copy_(many.on_its_way(each, self._most.device, self._most.dtype), non_blocking=True)
             self._limits = dict(zip(stacks, torch.split(self._most, [len(stack) for stack in stacks]), strict=True))
-        kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay) for r in known])
+        kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay, r.nesterov) for r in known])
         moments = [stack.moments(runner.states, name) for stack in stacks for name in ("momentum", "moments")]
-        return [self._rates, self._most, kinds, *(t for pair in moments for t in pair)]
+        kept = [t for pair in moments for t in pair]
+        if runner.settings.curvature == "adaptive":
+            kept += [t for stack in stacks for t in stack.adaptive(runner.states)]
+        return [self._rates, self._most, kinds, *kept]
 
     def _warn(self, what: str) -> None:
         if not self._is_told:
             self._is_told = True
-            warnings.warn(f"cuda_graph: Adam's steps are taken without a graph, because of {what}", stacklevel=2)
+            warnings.warn(f"cuda_graph: steps are taken without a graph, because of {what}", stacklevel=2)
 
     def directions(self, runner: Runner, stack: Stack, good: Tensor) -> Tensor:
         """Absorb the gradients that were read into the moments, and return Adam's updates."""
+        if runner.settings.curvature == "adaptive":
+            return adaptive.directions(stack, runner.states, stack.buffer, self._rules, good, None)
         limits = None if self._limits is None else self._limits[stack]
         update, factor = adam.directions(stack, runner.states, stack.buffer, self._rules, good, None, limits)
         self.factors += [] if factor is None else [factor.amin()]

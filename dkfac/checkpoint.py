@@ -20,7 +20,7 @@ from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.plan.plan import Holding
 from dkfac.plan.spec import FactorSpec
 from dkfac.settings import SCHEDULES
-from dkfac.state import Average, LayerState, rotate_moments
+from dkfac.state import Adaptive, Average, LayerState, rotate_moments
 
 VERSION = 2
 DEVICE_COUNTERS = ("skipped_batches", "clipped_steps", "clip_factor", "grad_norm", "update_norm")
@@ -104,6 +104,8 @@ def _save_layer(state: LayerState, layer: Layer, holding: Holding, decomposition
         saved["moments"] = _save_average(state.moments, layer.spec.grad_shape, blank)
         if state.moments is not None and not decompositions:  # without its basis, in that of the weights
             saved["moments"]["value"] = rotate_moments(state.moments.value, state.basis(), None).clone()
+        adaptive = state.adaptive or Adaptive.empty(layer.spec.grad_shape, **blank)
+        saved["adaptive"] = {name: t.clone() for name, t in adaptive.tensors().items()}
     if not decompositions:
         return saved
     saved["decompositions"] = {
@@ -212,6 +214,11 @@ def _load_layer(saved: Any, layer: Layer, holding: Holding) -> LayerState:
             average = _average(saved[name], layer)
             _same_shape(layer, name, average.value, layer.spec.grad_shape)
             setattr(state, name, average)
+    if "adaptive" in saved and holding.adam:
+        blank = Adaptive.empty(layer.spec.grad_shape).tensors()
+        for name, like in blank.items():
+            _same_shape(layer, name, saved["adaptive"][name], tuple(like.shape))
+        state.adaptive = Adaptive(**{name: _place(saved["adaptive"][name], layer) for name in blank})
     if "decomposed_at" not in saved:
         return state
     for key, entry in decompositions.items():

@@ -124,14 +124,14 @@ def check_together(settings: Settings) -> None:
             '"warm-eigen"'
         )
     _check_adam(settings)
-    is_clipped = settings.rescale == "kl-clip" and settings.curvature not in ("adam-eigen", "auto")
+    is_clipped = settings.rescale == "kl-clip" and not settings.takes_steps and settings.curvature != "auto"
     if settings.cuda_graph and (is_clipped or settings.curvature == "ekfac"):
         raise ValueError(
             'cuda_graph=True goes with rescale="norm", "norm-global", "norm-kl" or "none" and curvature="kfac" or '
             f'"adam-eigen", not with {settings.rescale!r} and {settings.curvature!r}: what the others use is not the '
             "same from step to step"
         )
-    if settings.curvature in ("ekfac", "adam-eigen") and settings.solver == "cholesky":
+    if settings.curvature in ("ekfac", "adam-eigen", "adaptive") and settings.solver == "cholesky":
         raise ValueError(
             f'curvature="{settings.curvature}" lives in eigenbases, which solver="cholesky" does not compute; '
             f'use solver="eigen" or "warm-eigen"'
@@ -141,16 +141,19 @@ def check_together(settings: Settings) -> None:
 def _check_adam(settings: Settings) -> None:
     if settings.curvature == "auto":
         return
-    is_adam = settings.curvature == "adam-eigen"
+    is_adam = settings.takes_steps
     if is_adam and settings.rescale == "auto":
         object.__setattr__(settings, "rescale", "none")
+    if settings.curvature == "adaptive" and settings.rescale != "none":
+        what = 'curvature="adaptive", whose steps have the length of the optimizer\'s own'
+        raise ValueError(f"rescale={settings.rescale!r} with {what}; leave rescale out")
     if is_adam and settings.rescale not in ("none", "kl-clip"):
         what = 'curvature="adam-eigen": the length of the step is Adam\'s, at most held back by "kl-clip"'
         raise ValueError(f"rescale={settings.rescale!r} with {what}; leave rescale out")
     if settings.basis_dtype != "float32" and not is_adam:
         raise ValueError(
-            f'basis_dtype={settings.basis_dtype!r} goes with curvature="adam-eigen" alone: where gradients are divided '
-            "by small eigenvalues, what is rounded in a basis is divided with them"
+            f'basis_dtype={settings.basis_dtype!r} goes with curvature="adaptive" or "adam-eigen": where gradients are '
+            "divided by small eigenvalues, what is rounded in a basis is divided with them"
         )
 
 

@@ -75,8 +75,8 @@ class KFAC:
         trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.layers, self.left = find_layers(self._model, self.settings, trained)
         check_layers(self.layers, self.left, _ATTACHED)
-        if self.settings.curvature == "adam-eigen":
-            adam.check(optimizer, self.layers)
+        if self.settings.takes_steps:
+            adam.check(optimizer, self.layers, self.settings.curvature)
         self._tape = Tape(self.layers, self.settings, grad_scaler)
         self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
@@ -87,16 +87,14 @@ class KFAC:
         self._join_config = join.not_joined()
         if exchange is not None:
             self._probe.before_forward = self._before_forward
-        self._closed = self._stepped = False
+        self._closed, self._stepped, self._steps = False, False, loop.Steps()
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._moves: dict[int, Tensor] = {}  # of quadratic_step: the last ones, by the parameters' ids
         self._handles = self._probe.attach(self._model)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            is_owned = self.plan.share == "weights" and self.plan.world_size > 1
-            if is_owned or self._runner.is_adam:
-                self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            if is_owned:
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            if self.plan.share == "weights" and self.plan.world_size > 1:
                 self._handles.append(optimizer.register_state_dict_pre_hook(report.warn_of_partial_optimizer))
         _ATTACHED.update({layer.module: ref(self) for layer in self.layers})
         self._plan_next()
@@ -108,8 +106,6 @@ class KFAC:
     def plan(self) -> Plan:
         """Who does what, under torch.distributed."""
         return self._runner.plan
-
-    # --- what a user calls ---------------------------------------------------------------------------------
 
     def step(self, lr: float | None = None) -> None:
         """Precondition the gradients in place; for loops that call the optimizer themselves.
@@ -193,10 +189,9 @@ class KFAC:
         state["share"] = self.settings.share
         if isinstance(self.settings.damping, trust.LevenbergMarquardt):
             state["damping"] = self.settings.damping.value
-        if self.settings.share == "weights" and self._optimizer is not None and not runner.is_adam:
-            for layer in self.layers:
-                if runner.rank in runner.placements[layer.name].preconditioned_by:
-                    state["layers"][layer.name]["optimizer"] = owned.save(self._optimizer, layer)
+        if self.settings.share == "weights" and not adam.hides(self.settings, self._optimizer):
+            for layer in filter(lambda la: runner.steps(la.name), self.layers):
+                state["layers"][layer.name]["optimizer"] = owned.save(self._optimizer, layer)
         state |= quadratic.saved(self._model, self._moves)
         if gather and runner.exchange is not None:
             parts = runner.exchange.gather_state(state)
@@ -209,16 +204,16 @@ class KFAC:
         Under torch.distributed all ranks load. With ``share="weights"`` load the optimizer's state first.
         """
         runner = self._runner
-        loaded = checkpoint.load(state, self._runner.by_name, runner.holds)
+        loaded = checkpoint.load(state, runner.by_name, runner.holds)
         self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
         if isinstance(self.settings.damping, trust.LevenbergMarquardt):
             self.settings.damping.value = float(state.get("damping", self.settings.damping.value))
         runner.resume(loaded)
-        for layer in () if runner.is_adam else self.layers:
+        for layer in () if adam.hides(self.settings, self._optimizer) else self.layers:
             saved = state["layers"][layer.name].get("optimizer")
             if not saved and state.get("share") == "weights" and runner.steps(layer.name):
                 report.warn_of_lost_optimizer(layer.name)
-            if saved and self._optimizer is not None and runner.steps(layer.name):
+            if saved and runner.steps(layer.name):
                 owned.load(self._optimizer, layer, saved)
         self._moves = quadratic.loaded(self._model, state)
         self._tape.discard()
@@ -284,6 +279,8 @@ class KFAC:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The optimizer's pre-hook. A closure computes the gradients later, so it is wrapped."""
+        if not self._steps.enter():
+            return None
         self._give_back()  # of a step that did not end
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -315,7 +312,12 @@ class KFAC:
 
     def _after_step(self, *_: Any) -> None:
         """The optimizer's post-hook: give gradients back, and share what is stepped by its owner alone."""
+        if not self._steps.leave():
+            return
         self._give_back()
+        if self._runner.grafts is not None:
+            self._runner.grafts.finish()
+            self._runner.grafts = None
         if self._stepped:
             self._stepped = False
             self._runner.share_weights()
@@ -326,10 +328,9 @@ class KFAC:
             raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
         loop.check_scaler(self._optimizer, has_scaler=self._probe.has_scaler)
         check_world(self._runner.plan.world_size, self._process_group)
-        device_type = self.layers[0].weight.device.type
         needs_rates = self.settings.rescale in held.HELD and not self._runner.is_adam
         rates = loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.join_device.type, enabled=False):
             self._runner.take_step(self._optimizer, self._parameters(), rates)
         self._stepped = True
         self._hide_stepped()

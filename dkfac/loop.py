@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Steps:
+    """Tells an optimizer's step from one inside it: hooks run in both where a subclass calls its parent's step."""
+
+    def __init__(self) -> None:
+        self._outer: Any = None
+        """The frame of torch's wrapper around the step that is under way."""
+
+    def enter(self) -> bool:
+        """Return whether the hook that calls this is the outer step's."""
+        frame: Any = sys._getframe(2)
+        caller = frame
+        while frame is not None:
+            if frame is self._outer:
+                return False
+            frame = frame.f_back
+        self._outer = caller
+        return True
+
+    def leave(self) -> bool:
+        """Return whether the step that ends is the outer one."""
+        if sys._getframe(2) is not self._outer:
+            return False
+        self._outer = None
+        return True
 
 
 def is_dummy(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:

@@ -12,14 +12,17 @@ from torch import Tensor
 from dkfac.layers.layer import Layer
 
 
-def save(optimizer: torch.optim.Optimizer, layer: Layer) -> dict[str, dict[str, Any]]:
+def save(optimizer: torch.optim.Optimizer | None, layer: Layer) -> dict[str, dict[str, Any]]:
     """Return the optimizer's state of a layer by parameter; before the first step, zeros of its form."""
     names = ("weight", "bias")
+    assert optimizer is not None
     return {name: _save(optimizer, p) for name, p in zip(names, layer.parameters(), strict=False)}
 
 
-def load(optimizer: torch.optim.Optimizer, layer: Layer, saved: dict[str, dict[str, Any]]) -> None:
-    """Give the optimizer back what ``save`` returned."""
+def load(optimizer: torch.optim.Optimizer | None, layer: Layer, saved: dict[str, dict[str, Any]]) -> None:
+    """Give the optimizer, if there is one, back what ``save`` returned."""
+    if optimizer is None:
+        return
     for name, p in zip(("weight", "bias"), layer.parameters(), strict=False):
         found = saved.get(name)
         if found:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dkfac import adam
 from dkfac.comm import groups
-from dkfac.settings import Settings
+from dkfac.settings import Curvature, Settings
 
 ADAM: dict[str, Any] = {
     "solver": "warm-eigen", "factor_interval": 20, "inverse_interval": 20, "warmup_refresh": (5, 500),
@@ -52,14 +53,26 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
     has_rhythm = settings is not None or not options.keys().isdisjoint(ADAM.keys() - {"solver"})
     has_rhythm = has_rhythm or options.get("staleness", "fixed") != "fixed" or bool(options.get("inverse_lag", 0))
     settings = Settings(**options) if settings is None else settings
-    fits = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and settings.solver != "cholesky"
-    fits = fits and settings.rescale in ("auto", "none", "kl-clip")
-    fits = fits and not any(group.get("amsgrad") for group in optimizer.param_groups)
+    is_adam = optimizer is not None and adam.length_of(optimizer) == "adam"
     if settings.curvature == "auto":
-        settings = replace(settings, curvature="adam-eigen" if fits else "kfac")
-    if settings.curvature != "adam-eigen" or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
+        settings = replace(settings, curvature=choose_curvature(settings, optimizer, is_adam=is_adam))
+    if not (settings.takes_steps and is_adam) or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
         return settings
     return replace(settings, **ADAM)
+
+
+UNUSED = ("damping", "damping_mode", "norm_damping", "rescale", "kl_clip")
+"""Settings that ``curvature="adaptive"`` does not use: who changes one means another curvature."""
+
+
+def choose_curvature(settings: Settings, optimizer: Any, *, is_adam: bool) -> Curvature:
+    """Return what ``curvature="auto"`` stands for."""
+    if optimizer is None or settings.solver == "cholesky":
+        return "kfac"
+    defaults = Settings.__dataclass_fields__
+    if all(getattr(settings, name) == defaults[name].default for name in UNUSED):
+        return "adaptive"
+    return "adam-eigen" if is_adam and settings.rescale in ("auto", "none", "kl-clip") else "kfac"
 
 
 def with_length(settings: Settings, optimizer: Any) -> Settings:
@@ -86,7 +99,7 @@ def for_gpu(settings: Settings, options: dict[str, Any], parameters: Sequence[Te
     Decompositions are slow there (docs/notes/004-gpu-speed.md). The cheaper one keeps a damping until it is made anew.
     """
     chosen: dict[str, Any] = {}
-    is_adam, is_scheduled = settings.curvature == "adam-eigen", _is_scheduled(settings)
+    is_adam, is_scheduled = settings.takes_steps, _is_scheduled(settings)
     if settings.curvature == "ekfac":
         return settings
     if is_adam:
@@ -110,7 +123,9 @@ def needs_no_eigenvalues(settings: Settings, parameters: Iterable[Tensor]) -> bo
 
 def can_capture(settings: Settings, parameters: Sequence[Tensor], optimizer: Any, scaler: Any) -> bool:
     """Whether a graph of the steps would be used again and again, and its memory need not be asked for."""
-    is_adam = settings.curvature == "adam-eigen"
+    is_adam = settings.takes_steps
+    if settings.curvature == "adaptive" and adam.length_of(optimizer) == "measured":
+        return False
     same = not _is_scheduled(settings) and settings.solver != "eigen"
     same = same and settings.staleness == "fixed" and not settings.inverse_lag and settings.fisher == "empirical"
     same = same and settings.curvature != "ekfac" and (is_adam or settings.rescale != "kl-clip")
@@ -138,7 +153,7 @@ def for_roles(settings: Settings, roles: Any) -> Settings:
     )
     if kind or settings.strategy not in ("auto", "replicated") or settings.spread_refresh > 1:
         raise ValueError(
-            'roles go with curvature="kfac" or "adam-eigen", fisher="empirical", share="gradients", staleness="fixed" '
-            "and whole factors, and need no strategy or spread_refresh: helpers measure and decompose"
+            'roles go with curvature="adaptive", "adam-eigen" or "kfac", fisher="empirical", share="gradients", '
+            'staleness="fixed" and whole factors, and need no strategy or spread_refresh: helpers measure and decompose'
         )
     return replace(settings, strategy="replicated", cluster=None)

@@ -35,7 +35,7 @@ def check(settings: Settings) -> None:
         raise RuntimeError('quadratic_step needs fisher_loss="cross-entropy", "bernoulli" or "mse": the loss it models')
     if settings.share == "weights":
         raise RuntimeError('quadratic_step needs all gradients on every rank: share="gradients"')
-    if settings.rescale != "none" or settings.damping_mode != "absolute" or settings.curvature == "adam-eigen":
+    if settings.rescale != "none" or settings.damping_mode != "absolute" or settings.takes_steps:
         raise RuntimeError(
             'quadratic_step chooses the length itself, with the damping as it is: it goes with rescale="none", '
             'damping_mode="absolute" and curvature="kfac" or "ekfac"'

@@ -42,9 +42,10 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
         extra = f"{_size(most)} per rank"
         where = f", strategy {plan.strategy} on {plan.world_size} ranks"
     damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
-    is_adam = settings.curvature == "adam-eigen"
+    is_adam = settings.takes_steps
     how = f"damping {damping} {settings.damping_mode}, rescale {settings.rescale}, "
-    advice = "a larger lr and fewer steps pay: dkfac.suggest" if is_adam else "keep your lr and schedule"
+    is_plain = settings.curvature == "adam-eigen"
+    advice = "a larger lr and fewer steps pay: dkfac.suggest" if is_plain else "keep your lr and schedule"
     early = f", denser before step {settings.early_steps}" if settings.early_steps else ""
     rhythm = f"factors every {settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}"
     if settings.staleness != "fixed":
@@ -65,7 +66,7 @@ def state_bytes(layer: Layer, settings: Settings) -> int:
     elements = layer.spec.state_elements
     if settings.curvature == "ekfac" and not layer.is_norm and layer.kind != "embedding":
         elements += layer.spec.grad_elements
-    if settings.curvature == "adam-eigen":  # which the optimizer does not keep
+    if settings.takes_steps:  # which the optimizer does not keep
         elements += 2 * layer.spec.grad_elements
     return elements * layer.dtype.itemsize
 
@@ -74,7 +75,7 @@ def rank_bytes(layers: list[Layer], settings: Settings, plan: Plan, rank: int) -
     """Return the bytes K-FAC will keep on a rank: factors, decompositions, and moments of EKFAC or Adam."""
     total = sum(plan.memory_bytes(rank).values())
     for layer in layers:
-        steps = settings.curvature == "adam-eigen" and rank in plan.placement(layer.name).preconditioned_by
+        steps = settings.takes_steps and rank in plan.placement(layer.name).preconditioned_by
         number = 2 * steps + plan.holding(layer.name, rank).moments
         total += number * layer.spec.grad_elements * layer.dtype.itemsize
     return total

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dkfac import health, reduce, renew, stages, updates
 from dkfac.absorb import Absorber
+from dkfac.adaptive import Grafts
 from dkfac.checkpoint import Loaded
 from dkfac.decomposing import decompose
 from dkfac.exchange import Exchange
@@ -42,14 +43,9 @@ class Runner:
     """The state of K-FAC on one rank, and what a step does to it."""
 
     def __init__(
-        self,
-        layers: list[Layer],
-        settings: Settings,
-        tape: Tape,
-        notices: Notices,
-        plan: Plan,
+        self, layers: list[Layer], settings: Settings, tape: Tape, notices: Notices, plan: Plan,
         exchange: Exchange | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.layers, self.settings, self.plan = layers, settings, plan
         self.by_name = {layer.name: layer for layer in layers}
         self.index = {layer.name: i for i, layer in enumerate(layers)}
@@ -67,8 +63,9 @@ class Runner:
         """Who measures and decomposes instead, under ``roles``."""
         self.graph, self.absorber = StepGraph(tape.waiting.staged.pool), Absorber(tape.waiting.staged.pool)
         self._refreshed_at = -1
-        self.is_adam, self.stepped = settings.curvature == "adam-eigen", list[Tensor]()
+        self.is_adam, self.stepped = settings.takes_steps, list[Tensor]()
         """Whether layers take their steps here, and the parameters that took one."""
+        self.grafts: Grafts | None = None  # wait for the optimizer's step
         self._stack()
         self.step = 0
         self.measuring = self.decomposing = True

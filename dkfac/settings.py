@@ -17,7 +17,7 @@ Scheduled = float | Callable[[int], float]
 DampingMode = Literal["absolute", "relative"]
 Rescale = Literal["auto", "norm", "norm-global", "norm-kl", "kl-clip", "none"]
 Solver = Literal["eigen", "cholesky", "warm-eigen"]
-Curvature = Literal["auto", "kfac", "ekfac", "adam-eigen"]
+Curvature = Literal["auto", "adaptive", "kfac", "ekfac", "adam-eigen"]
 BasisDtype = Literal["float32", "bfloat16"]
 Fisher = Literal["empirical", "exact", "sampled"]
 WeightSharing = Literal["expand", "reduce"]
@@ -78,8 +78,8 @@ class Settings:
 
     rescale: Rescale = "auto"
     """Length of the preconditioned gradient: the raw gradient's per layer (``"norm"``), over all layers, the latter but
-    held back by ``kl_clip`` (``"norm-kl"``), KL-clipped, as it is. ``"auto"``: ``"norm-kl"`` with torch.optim.SGD and
-    absolute damping, ``"norm-global"`` with others; as it is where Adam's step is taken."""
+    held back by ``kl_clip`` (``"norm-kl"``), KL-clipped, as it is. ``"auto"``, with ``curvature="kfac"``: ``"norm-kl"``
+    for torch.optim.SGD and absolute damping, ``"norm-global"`` for others."""
 
     kl_clip: Scheduled = 1e-3
     """Bound on the change of the output distribution that a step predicts, in the unit of the loss; used by
@@ -87,17 +87,20 @@ class Settings:
 
     solver: Solver = "eigen"
     """``"eigen"``: exact damping. ``"cholesky"``: factored damping, cheaper. ``"warm-eigen"``: last basis, improved.
-    KFAC chooses, where it is not named, ``"cholesky"`` on a GPU (but for what needs eigenvalues: EKFAC, scheduled
-    damping, flattened maps); with ``curvature="adam-eigen"`` ``"warm-eigen"``, there and in its own rhythm."""
+    KFAC chooses, where it is not named, ``"warm-eigen"`` on a GPU and with Adam, and on a GPU with ``curvature="kfac"``
+    ``"cholesky"`` (but for what needs eigenvalues: scheduled damping, flattened maps)."""
 
     curvature: Curvature = "auto"
-    """``"kfac"``: gradients divided by the factors. ``"ekfac"``: eigenvalues replaced by second moments of the gradient
-    in the eigenbasis. ``"adam-eigen"``: the step of the optimizer, Adam or AdamW, taken in the eigenbasis. ``"auto"``:
-    ``"adam-eigen"`` where the optimizer is one of these and the other settings allow it, ``"kfac"`` elsewhere. The
-    former has a rhythm of its own, if none is given to KFAC by name: every 5 steps until step 500, every 20 later."""
+    """``"adaptive"``: the momentum over the root of the gradient's second moment in the eigenbasis, damped as much as
+    the following gradients ask for, with the length of the optimizer's own update. ``"kfac"``: gradients divided by the
+    factors. ``"ekfac"``: eigenvalues replaced by second moments of the gradient in the eigenbasis. ``"adam-eigen"``:
+    the step of Adam or AdamW in the eigenbasis. ``"auto"``: ``"adaptive"`` with an optimizer, unless ``damping``,
+    ``damping_mode``, ``norm_damping``, ``rescale`` or ``kl_clip`` is set, which it does not use, or the solver is
+    ``"cholesky"``; then ``"adam-eigen"`` with Adam, ``"kfac"`` with others. With Adam it has a rhythm of its own, if
+    none is given to KFAC by name: every 5 steps until step 500, every 20 later."""
 
     basis_dtype: BasisDtype = "float32"
-    """``"bfloat16"`` keeps the eigenbases of ``curvature="adam-eigen"`` in half the memory, but for float64 models."""
+    """``"bfloat16"`` keeps eigenbases in half the memory, but for float64 models; not with ``curvature="kfac"``."""
 
     fisher: Fisher = "empirical"
     """Whose gradients G is made of. ``"sampled"``: of labels drawn from the model's own prediction, one extra backward
@@ -250,11 +253,8 @@ class Settings:
             fraction: Any = getattr(self, name)
             if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
                 raise bad(name, fraction, "a number > 0 and <= 1", "factors are measured on that share")
-        if (
-            isinstance(self.skip, str)
-            or not isinstance(self.skip, Iterable)
-            or not all(isinstance(pattern, str) for pattern in self.skip)
-        ):
+        is_list = isinstance(self.skip, Iterable) and not isinstance(self.skip, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.skip):
             raise bad("skip", self.skip, "a list of layer names or patterns", "layers are left out by name")
         object.__setattr__(self, "skip", tuple(self.skip))
         flattened: Any = self.flattened
@@ -268,6 +268,11 @@ class Settings:
             if not isinstance(getattr(self, name), bool):
                 raise bad(name, getattr(self, name), "True or False", "")
         check_together(self)
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether layers are stepped by K-FAC, not by the optimizer."""
+        return self.curvature in ("adaptive", "adam-eigen")
 
     @property
     def measure_every(self) -> int:

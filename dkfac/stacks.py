@@ -16,7 +16,7 @@ from torch import Tensor
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Decomposition, from_tensors
 from dkfac.ops.together import aligned
-from dkfac.state import Average, LayerState
+from dkfac.state import Adaptive, Average, LayerState
 
 
 def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
@@ -45,6 +45,7 @@ class Stack:
         self._averages: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._decompositions: dict[str, tuple[list[Decomposition], Decomposition]] = {}
         self._moments: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
+        self._adaptive: tuple[list[Adaptive], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
         self._grads: Tensor | None = None
         self._parts: list[list[Tensor]] = []
 
@@ -98,6 +99,33 @@ class Stack:
             setattr(states[layer.name], name, Average(views[i], weights[i]))
         self._moments[name] = (views, values, weights)
         return values, weights
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of one layer's gradient."""
+        return self.blocks * self.sizes[0] * self.sizes[1]
+
+    def adaptive(self, states: dict[str, LayerState]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what ``curvature="adaptive"`` keeps of the layers: logarithms of damping and length, ``[n]``, and
+        moments of the rows and of the columns of the buffer, ``[n * B, rows]`` and ``[n * B, columns]``."""
+        mine = [states[layer.name].adaptive for layer in self.layers]
+        if self._adaptive is not None and all(a is b for a, b in zip(mine, self._adaptive[0], strict=True)):
+            return self._adaptive[1]
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        damping, length = torch.zeros(2, len(self), **like)
+        sides = [torch.zeros(len(self) * self.blocks, size, **like) for size in self.padded]
+        views = []
+        for i, layer in enumerate(self.layers):
+            here = slice(i * self.blocks, (i + 1) * self.blocks)
+            down, across = (side[here, :size] for side, size in zip(sides, self.sizes, strict=True))
+            outputs, inputs = (across, down) if self.transposed else (down, across)
+            views.append(Adaptive(damping[i], length[i], outputs, inputs))
+            known = mine[i] or Adaptive.empty(layer.spec.grad_shape, **like)
+            for target, value in zip(views[-1].tensors().values(), known.tensors().values(), strict=True):
+                target.copy_(value)
+            states[layer.name].adaptive = views[-1]
+        self._adaptive = views, (damping, length, sides[0], sides[1])
+        return self._adaptive[1]
 
     def decompositions(self, states: dict[str, LayerState]) -> dict[str, Decomposition] | None:
         """Return the layers' decompositions as one layer's; None if they are not all there and of one form."""

@@ -184,7 +184,7 @@ def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int)
 
 def may_round(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:
     """Whether a layer's gradient may be preconditioned in TF32. Waits for the device."""
-    if settings.curvature == "adam-eigen" or state.decompositions.keys() != state.means.keys():
+    if settings.takes_steps or state.decompositions.keys() != state.means.keys():
         return True
     error = ops.tf32_error(state.decompositions, state.means, damping_of(layer, state, settings, step))
     return bool((error < ops.TF32_TOLERANCE).all())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,34 @@ class Average:
         return self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
 
 
+FIRST_DAMPING = 10.0
+"""Of ``curvature="adaptive"`` in a layer's first step, which is then nearly the optimizer's own."""
+
+
+@dataclass(slots=True)
+class Adaptive:
+    """What ``curvature="adaptive"`` keeps besides its moments."""
+
+    log_damping: Tensor
+    log_length: Tensor
+    """Of what an update is of the optimizer's own length."""
+    outputs: Tensor
+    """Sums of second moments of gradients over inputs, ``[B, O]``, of the weight of the second moments."""
+    inputs: Tensor
+    """The same over outputs, ``[B, I]``."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], **like: Any) -> Adaptive:
+        blocks, down, across = shape
+        first = torch.full((), math.log(FIRST_DAMPING), **like)
+        return cls(
+            first, torch.zeros((), **like), torch.zeros(blocks, down, **like), torch.zeros(blocks, across, **like)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
 @dataclass(slots=True)
 class LayerState:
     """What this rank holds of a layer, and what every rank knows of it."""
@@ -52,6 +82,7 @@ class LayerState:
     """In the eigenbasis: of EKFAC, or Adam's second."""
     momentum: Average | None = None
     """Adam's first moment, in the basis of the weights."""
+    adaptive: Adaptive | None = None
     decomposed_at: int = -1
     decomposed: set[str] = field(default_factory=set)
     """Factors that have a decomposition, here or on another rank."""
@@ -67,6 +98,7 @@ class LayerState:
         averages = [*self.running.values(), *filter(None, (self.moments, self.momentum))]
         held = [t for average in averages for t in (average.value, average.weight)]
         held += [t for d in self.decompositions.values() for t in d.tensors().values()]
+        held += [] if self.adaptive is None else list(self.adaptive.tensors().values())
         return held + list(self.means.values())
 
     def follow(self, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -83,6 +115,8 @@ class LayerState:
             moved = {name: t.to(weight.device, dtype) for name, t in decomposition.tensors().items()}
             self.decompositions[key] = from_tensors(moved)
         self.means = {key: t.to(weight.device, dtype) for key, t in self.means.items()}
+        if self.adaptive is not None:
+            self.adaptive = Adaptive(**{k: t.to(weight.device, dtype) for k, t in self.adaptive.tensors().items()})
         return True
 
     def first_tensor(self) -> Tensor | None:

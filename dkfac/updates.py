@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dkfac import adam, held, shares, stages
+from dkfac import adam, adaptive, held, shares, stages
 from dkfac.exchange import Exchange
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.fused import finish_
@@ -70,6 +70,8 @@ def precondition(
             if runner.rank not in runner.placements[layer.name].preconditioned_by:
                 for parameter in layer.parameters():
                     parameter.grad = None
+    if runner.grafts is not None:  # the optimizer steps on the gradients as they are, or on zeros
+        return set()
     return {id(p) for layer in order for p in layer.parameters()}
 
 
@@ -85,6 +87,8 @@ def _directions(
     def several(stack: Stack, raw: Tensor) -> Tensor:
         if not rules:
             return stages.directions(stack, runner, raw)
+        if runner.settings.curvature == "adaptive":
+            return adaptive.directions(stack, runner.states, raw, rules, good, loss_scale)
         limits = None
         if runner.settings.rescale == "kl-clip":
             each = adam.limits(stack.layers, rules, runner.settings.at("kl_clip", runner.step))
@@ -234,7 +238,10 @@ def _step(
     every += [(runner.by_name[name], update) for name, update in others.items()]
     flags = lengths.sane & good.to(lengths.sane.device)
     chosen = [(la, torch.where(flags[lengths.place[la.name]].to(part.device), part, 0)) for la, part in every]
-    runner.stepped += adam.step(chosen, rules, good)
+    if any(rule.length == "measured" for rule in rules.values()) and runner.settings.curvature == "adaptive":
+        runner.grafts = adaptive.Grafts(chosen, rules)
+    else:
+        runner.stepped += adam.step(chosen, rules, good)
 
 
 def _write(runner: Runner, chunks: list[Chunk], others: dict[str, Tensor], lengths: _Lengths, good: Tensor) -> None:

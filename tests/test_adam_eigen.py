@@ -1062,13 +1062,14 @@ def test_bases_follow_a_model_that_is_converted():
 
 
 class Own(torch.optim.AdamW):
-    """Someone's variant, whose step is not Adam's."""
+    """Someone's variant."""
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "options", "chosen"),
     [
-        (torch.optim.AdamW, {}, {}, "adam-eigen"),
+        (torch.optim.AdamW, {}, {}, "adaptive"),
+        (torch.optim.AdamW, {}, {"damping": 1e-2}, "adam-eigen"),
         (torch.optim.Adam, {}, {"rescale": "none", "solver": "warm-eigen"}, "adam-eigen"),
         (torch.optim.AdamW, {}, {"curvature": "kfac"}, "kfac"),
         (torch.optim.AdamW, {}, {"curvature": "ekfac"}, "ekfac"),
@@ -1076,10 +1077,13 @@ class Own(torch.optim.AdamW):
         (torch.optim.AdamW, {}, {"rescale": "norm"}, "kfac"),
         (torch.optim.AdamW, {}, {"rescale": "kl-clip", "kl_clip": 1e-4}, "adam-eigen"),
         (torch.optim.SGD, {}, {"rescale": "kl-clip"}, "kfac"),
-        (torch.optim.AdamW, {"amsgrad": True}, {}, "kfac"),
-        (torch.optim.NAdam, {}, {}, "kfac"),
-        (Own, {}, {}, "kfac"),
-        (torch.optim.SGD, {}, {}, "kfac"),
+        (torch.optim.AdamW, {"amsgrad": True}, {}, "adaptive"),
+        (torch.optim.AdamW, {"amsgrad": True}, {"damping": 1e-2}, "kfac"),
+        (torch.optim.NAdam, {}, {}, "adaptive"),
+        (Own, {}, {}, "adaptive"),
+        (torch.optim.SGD, {}, {}, "adaptive"),
+        (torch.optim.SGD, {}, {"damping": 1e-2}, "kfac"),
+        (torch.optim.SGD, {}, {"solver": "cholesky"}, "kfac"),
         (None, {}, {}, "kfac"),
     ],
 )

@@ -85,8 +85,11 @@ def train_through(rank, bad, options, absent):
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": s} for s in ("replicated", "comm-opt", "hybrid-opt", "sharded", "local")]
-    + [{"strategy": "sharded", "wire_dtype": "float16"}, {"strategy": "comm-opt", "curvature": "ekfac"}],
+    [{"strategy": s, "curvature": "kfac"} for s in ("replicated", "comm-opt", "hybrid-opt", "sharded", "local")]
+    + [
+        {"strategy": "sharded", "wire_dtype": "float16", "curvature": "kfac"},
+        {"strategy": "comm-opt", "curvature": "ekfac"},
+    ],
     ids=lambda o: "-".join(o.values()),
 )
 def test_a_bad_batch_on_one_rank_is_skipped_by_all_as_if_it_had_not_been_there(options):

@@ -169,7 +169,7 @@ def test_a_bad_first_batch_is_skipped_and_the_second_one_becomes_the_factor(wher
 def test_one_bad_micro_batch_spoils_its_step_only():
     model = make_model(False)
     opt = OPTIMIZERS["sgd"](model.parameters())
-    kfac = KFAC(model, opt, accumulate="mean", **EVERY_STEP)
+    kfac = KFAC(model, opt, accumulate="mean", curvature="kfac", **EVERY_STEP)
     for step in range(6):
         opt.zero_grad()
         for micro in range(2):

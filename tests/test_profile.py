@@ -28,7 +28,8 @@ def build():
 
 
 def chosen(optimizer=torch.optim.SGD, *, given=(), scaler=None, **options):
-    """Return what is chosen, after a few steps with it."""
+    """Return what is chosen, after a few steps with it; with SGD for ``curvature="kfac"`` unless another is given."""
+    options = ({"curvature": "kfac"} if optimizer is torch.optim.SGD else {}) | options
     optimizer = optimizer((model := build()).parameters(), **({"lr": 0.01} | dict(given)))
     with KFAC(model, optimizer, grad_scaler=scaler, **({"announce": False} | options)) as kfac:
         for _ in range(3):
@@ -42,12 +43,14 @@ def chosen(optimizer=torch.optim.SGD, *, given=(), scaler=None, **options):
 
 def test_on_a_gpu_steps_are_fast_without_being_asked(gpu):
     assert chosen() == FAST
+    assert chosen(curvature="auto") == ("warm-eigen", True, True)
+    assert chosen(torch.optim.RMSprop) == ("warm-eigen", True, False)  # which steps first
     assert chosen(torch.optim.AdamW) == ("warm-eigen", True, True)
     assert chosen(torch.optim.AdamW, factor_interval=2, inverse_interval=10) == ("warm-eigen", True, True)
 
 
 def test_elsewhere_nothing_is_changed():
-    assert chosen() == EXACT
+    assert chosen() == chosen(curvature="auto") == EXACT
     assert chosen(torch.optim.AdamW) == ("warm-eigen", False, False)
 
 
@@ -119,7 +122,7 @@ def test_settings_as_one_object_are_taken_as_they_are(gpu):
 
 def attach(rank):
     model = build()
-    with KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1)) as kfac:
+    with KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), curvature="kfac") as kfac:
         return tuple(getattr(kfac.settings, name) for name in CHOSEN)
 
 
@@ -133,7 +136,8 @@ def test_several_ranks_take_what_they_share_and_the_line_that_is_printed_says_it
 
 
 OPTIONS = {
-    "curvature": ("kfac", "adam-eigen", "ekfac"), "rescale": ("kl-clip", "norm", "none"), "norm_form": ("full", "unit"),
+    "curvature": ("kfac", "adam-eigen", "ekfac", "adaptive"), "rescale": ("kl-clip", "norm", "none"),
+    "norm_form": ("full", "unit"),
     "solver": ("eigen", "cholesky", "warm-eigen"), "cuda_graph": (True, False), "tf32": (True, False),
     "spread_refresh": (7,), "damping": (0.1, lambda step: 0.1), "damping_mode": ("relative",), "inverse_lag": (4,),
     "inverse_backend": ("stream", "threads"), "staleness": ("change", "basis"), "fisher_loss": ("mse",),

@@ -56,12 +56,14 @@ def test_the_global_length_is_that_of_the_preconditioned_layers():
     ("kind", "options", "expected"),
     [
         (None, {}, "norm-global"),
-        (torch.optim.SGD, {}, "norm-kl"),
-        (torch.optim.SGD, {"settings": dkfac.Settings()}, "norm-kl"),
+        (torch.optim.SGD, {}, "none"),
+        (torch.optim.SGD, {"curvature": "kfac"}, "norm-kl"),
+        (torch.optim.SGD, {"settings": dkfac.Settings(curvature="kfac")}, "norm-kl"),
         (torch.optim.SGD, {"settings": dkfac.Settings(curvature="ekfac")}, "norm-kl"),
         (torch.optim.SGD, {"damping_mode": "relative"}, "norm-global"),
         (torch.optim.SGD, {"rescale": "norm-global"}, "norm-global"),
-        (torch.optim.RMSprop, {}, "norm-global"),
+        (torch.optim.RMSprop, {}, "none"),
+        (torch.optim.RMSprop, {"curvature": "kfac"}, "norm-global"),
         (torch.optim.RMSprop, {"rescale": "norm-kl"}, "norm-kl"),
         (torch.optim.AdamW, {"curvature": "kfac"}, "norm-global"),
         (torch.optim.AdamW, {}, "none"),
@@ -126,4 +128,5 @@ def test_learning_rates_that_broke_the_first_steps_train(batch_norm):
         return digits.train(data, recipe, {"announce": False, **options})[-1].accuracy
 
     assert accuracy() > 0.9
+    assert accuracy(curvature="kfac") > 0.9
     assert accuracy(rescale="norm-global", warmup_refresh=(10, 100)) < 0.7

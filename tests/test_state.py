@@ -40,6 +40,10 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.conv(self.norm(self.embed(index)).mT)).flatten(1))
 
 
+KFACS = {"curvature": "kfac"}
+"""Whose state is factors and decompositions alone."""
+
+
 def make(optimizer="sgd", dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = Net().to(dtype)
@@ -147,7 +151,7 @@ def test_counters_and_failures_in_a_row_survive_the_interruption(monkeypatch):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_small_state_is_smaller_and_resumes_close_by(variant):
     """Factors refreshed each step make the missing decompositions the only difference, which the next step ends."""
-    options = {"factor_interval": 1, "inverse_interval": 4, "warmup_refresh": None, **VARIANTS[variant]}
+    options = {"factor_interval": 1, "inverse_interval": 4, "warmup_refresh": None, **(KFACS | VARIANTS[variant])}
     model, opt, kfac = make(**options)
     train(model, opt, 0, 8)
     small = checkpoint(model, opt, kfac, decompositions=False)
@@ -173,7 +177,7 @@ def _tensors(value):
 
 
 def test_the_small_state_is_exact_when_the_next_step_refreshes_anyway():
-    options = {"factor_interval": 1, "inverse_interval": 4, "warmup_refresh": None}
+    options = {"factor_interval": 1, "inverse_interval": 4, "warmup_refresh": None, **KFACS}
     model, opt, kfac = make(**options)
     train(model, opt, 0, 8)
     again, opt_again, _ = resume(checkpoint(model, opt, kfac, decompositions=False), **options)
@@ -247,11 +251,11 @@ SOLVERS = ["eigen", "cholesky", "warm-eigen", "ekfac"]
 def test_a_state_taken_up_by_another_solver_leaves_nothing_of_the_old_one_after_a_refresh(before, after):
     """The oracle has the running factors alone. Warm-eigen and EKFAC's moments may start from an old eigenbasis."""
     rhythm = {"warmup_refresh": None, "factor_interval": 1, "inverse_interval": 2}
-    model, opt, kfac = make(**rhythm, **VARIANTS[before])
+    model, opt, kfac = make(**(rhythm | KFACS | VARIANTS[before]))
     train(model, opt, 0, 6)
     runs = []
     for how in (True, False):
-        runs.append(resume(checkpoint(model, opt, kfac, decompositions=how), **rhythm, **VARIANTS[after]))
+        runs.append(resume(checkpoint(model, opt, kfac, decompositions=how), **(rhythm | KFACS | VARIANTS[after])))
         train(*runs[-1][:2], 6, 9)
         assert all(p.isfinite().all() for p in runs[-1][0].parameters())
     if after not in ("warm-eigen", "ekfac") or before == "cholesky":

@@ -91,7 +91,7 @@ class Statistics:
         self.model, self.batches, self.loss = model, batches, loss
         rhythm: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
         own = replace(settings, **rhythm, inverse_lag=0, inverse_backend="auto", strategy="auto", announce=False)
-        if own.curvature == "adam-eigen":  # whose step is not taken here
+        if own.takes_steps:  # whose step is not taken here
             own = replace(own, curvature="kfac", basis_dtype="float32")
         self.kfac = KFAC(model, settings=own)
         self.layers = {layer.name: layer for layer in self.kfac.layers}

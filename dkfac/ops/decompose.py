@@ -45,7 +45,27 @@ def eigen(factor: Tensor) -> Eigen:
     if factor.ndim == 2:
         return Eigen(None, factor.clamp(min=0))
     values, vectors = torch.linalg.eigh(symmetric(factor))
+    _settle_null_spaces(values, vectors)
     return Eigen(vectors, values.clamp(min=0))
+
+
+NULL = 10.0
+"""Of the largest eigenvalue, in units of rounding: those below are zero, and their directions arbitrary."""
+
+
+def _settle_null_spaces(values: Tensor, vectors: Tensor) -> None:
+    """Replace the basis of each null space by one that depends on the space alone, not on rounding.
+
+    Later gradients have parts there, and what is done with each direction by itself would depend on the number of
+    ranks. Projections of fixed vectors are orthonormalised. Waits for the device.
+    """
+    dim = values.shape[-1]
+    limits = values[:, -1:] * (NULL * torch.finfo(values.dtype).eps)
+    for block, count in enumerate((values <= limits).sum(-1).tolist()):
+        if 1 < count < dim:  # eigenvalues ascend
+            null = vectors[block, :, :count]
+            fixed = torch.randn(dim, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(null)
+            vectors[block, :, :count] = torch.linalg.qr(null @ (null.mT @ fixed)).Q
 
 
 def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:

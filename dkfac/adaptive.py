@@ -1,0 +1,187 @@
+"""The default step (``curvature="adaptive"``): the optimizer's own length, in a direction that curvature has a say in.
+
+In the eigenbasis of a layer's curvature, M is the momentum of its gradient and v the second moment of that gradient:
+
+    update = length * w / |w|,    w = M / sqrt(v + c^2 mean(v))
+
+A large damping c gives the momentum's own direction, which is best for a short step; c = 0 gives the whitened one,
+which is best for a long step. Whether a step is short depends on the loss, the layer and the learning rate, so c is
+found while training: the next gradient says whether more of d = dw/dlog(c), at the same length, would have been better.
+The score z = <g, d> / sqrt(sum v d^2) has variance one if the gradient is noise, whatever the unit of the loss, and
+log(c) moves by ``RATE * (z - MARGIN)``. The score of w itself says whether the step could have been longer: it may be
+up to twice the optimizer's own. Where the next gradient is against the step and far larger than gradients were, the
+step went too far, and steps are shortened.
+
+See ``docs/notes/011-never-worse.md``. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac import adam
+from dkfac.layers.layer import Layer, split_grad
+from dkfac.ops.precision import tf32
+from dkfac.ops.precondition import rotate
+from dkfac.stacks import Stack
+from dkfac.state import LayerState
+
+RATE = 0.3
+"""How fast damping and length follow their scores."""
+MARGIN = 0.2
+"""The score that leaves c as it is. A score looks one step ahead, and whitening pays over many: it gets the benefit."""
+LEAST, MOST = math.log(1e-2), math.log(1e2)
+"""Of the logarithm of damping."""
+AGREEMENT = 1.0
+"""The score of an update above which the next may be longer."""
+SHORTEST, LONGEST = math.log(1e-3), math.log(2.0)
+"""Of the logarithm of what an update is of the optimizer's own."""
+SETTLE, RECOVER = 0.1, 0.03
+"""How fast a longer and a shorter update go back to the optimizer's own length, in the logarithm, a step."""
+OPPOSED, SURPRISE = -2.0, 4.0
+"""An update was too long if its score is below the one and the gradient's energy over v's above the other."""
+
+
+def directions(
+    stack: Stack, states: dict[str, LayerState], raw: Tensor, given: dict[int, adam.Rule], good: Tensor, loss_scale: Any
+) -> Tensor:
+    """Absorb the gradients of layers that are alike into their moments, if ``good``, and return the updates.
+
+    They have the length of the optimizer's own update over its learning rate, or length one where that is measured.
+    """
+    rule, good = given[id(stack.layers[0].weight)], good.to(raw.device)
+    grads = adam.gradients(stack, raw, given, good, loss_scale)
+    bases = adam.bases(stack, states)
+    (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
+    log_damping, log_length, rows, columns = stack.adaptive(states)
+    rotated, momentum = (rotate(x, bases) if bases else x for x in (grads, mean))
+    with tf32(False, raw.device):
+        scores = judge(rotated, momentum, square, square_weight, log_damping, stack)
+    _follow(scores, log_damping, log_length, good & (mean_weight > 0))
+
+    keep, keep_square = (torch.where(good, raw.new_full((), beta), 1.0) for beta in rule.betas)
+    momentum = torch.addcmul(rotated, momentum, keep)
+    mean.mul_(keep).add_(grads)
+    square.mul_(keep_square).addcmul_(rotated, rotated)
+    mean_weight.mul_(keep).add_(good)
+    square_weight.mul_(keep_square).add_(good)
+    if rule.nesterov:
+        momentum = torch.addcmul(rotated, momentum, keep)
+    most = adam.longest(mean_weight, square_weight, rule.betas)
+    update = _root(square, log_damping, stack)[0].mul_(momentum)
+    bound = _spread(most * mean_weight * _safe(square_weight).rsqrt(), stack)
+    update.clamp_(-bound, bound)
+    match rule.length:
+        case "adam":
+            squares = grads.square()
+            rows.mul_(keep_square).add_(squares.sum(-1))
+            columns.mul_(keep_square).add_(squares.sum(-2))
+            wanted = _norms(adam_update(mean, mean_weight, rows, columns, square_weight, rule.eps, most, stack), stack)
+        case "sgd":
+            wanted = _norms(momentum, stack)
+        case "measured":
+            wanted = torch.ones_like(log_damping)
+    update *= _spread(log_length.exp() * wanted / _safe(_norms(update, stack)), stack)
+    return rotate(update, bases, back=True) if bases else update
+
+
+def judge(
+    gradient: Tensor, momentum: Tensor, square: Tensor, weight: Tensor, log_damping: Tensor, stack: Stack
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of the last updates' damping and length, ``[n]``: above 0, more would have been better; and the
+    energy of the gradients over that of the ones before.
+
+    ``momentum`` and ``square``, a sum of ``weight``, are those of the last update, in the basis in use now.
+    """
+    n = len(stack)
+    root, added, total = _root(square, log_damping, stack)
+    both = square.new_empty(n, 2, square[0].numel() * stack.blocks)  # w, and w times what damping is of v + damping
+    update, share = (both[:, i].view_as(square) for i in (0, 1))
+    torch.mul(momentum, root, out=update)
+    torch.mul(root.square_().mul_(_spread(added, stack)), update, out=share)
+    of_gradient = torch.bmm(both, gradient.view(n, -1, 1)).squeeze(-1)
+    of_noise = torch.bmm(both * square.view(n, 1, -1), both.mT)
+    of_self = torch.bmm(both[:, :1], both.mT).squeeze(1)
+    mean = of_self[:, 1] / _safe(of_self[:, 0])
+    change = mean * of_gradient[:, 0] - of_gradient[:, 1]  # along d = w (mean share - share)
+    noise = of_noise[:, 1, 1] - 2 * mean * of_noise[:, 0, 1] + mean.square() * of_noise[:, 0, 0]
+    damping, length = (
+        (weight.sqrt() * x * _safe(y).rsqrt()).nan_to_num_(0.0, 0.0, 0.0)
+        for x, y in ((change, noise), (of_gradient[:, 0], of_noise[:, 0, 0]))
+    )
+    return damping, length, _norms(gradient, stack).square_() * weight / _safe(total)
+
+
+def _follow(scores: tuple[Tensor, Tensor, Tensor], log_damping: Tensor, log_length: Tensor, is_known: Tensor) -> None:
+    """Change the damping and the length of updates by the scores of the last ones, where there were any."""
+    of_damping, of_length, energy = scores
+    log_damping.add_(torch.where(is_known, RATE * (of_damping.clamp_(-3, 3) - MARGIN), 0)).clamp_(LEAST, MOST)
+    longer = torch.where(of_length > AGREEMENT, RATE * (of_length - AGREEMENT).clamp_(max=1), -SETTLE)
+    settled = torch.where(log_length < 0, (log_length + RECOVER).clamp_(max=0), (log_length + longer).clamp_(min=0))
+    was_too_long = (of_length < OPPOSED) & (energy > SURPRISE)
+    length = torch.where(was_too_long, log_length - RATE * energy.clamp(1, 1e4).log_(), settled)
+    log_length.copy_(torch.where(is_known, length, log_length)).clamp_(SHORTEST, LONGEST)
+
+
+def adam_update(
+    mean: Tensor, mean_weight: Tensor, rows: Tensor, columns: Tensor, weight: Tensor, eps: float, most: Tensor,
+    stack: Stack,
+) -> Tensor:  # fmt: skip
+    """Return Adam's update in the basis of the weights, its second moment taken as the product of those of rows and
+    columns, which makes its length right to a few percent and costs no memory."""
+    total = _safe(rows.sum(-1, keepdim=True)) * _spread(_safe(weight), stack).squeeze(-1)
+    second = (rows / total).sqrt_().unsqueeze(-1) * columns.sqrt().unsqueeze(-2)
+    bound = _spread(most, stack)
+    eps = eps or torch.finfo(mean.dtype).tiny
+    return torch.div(mean, second.add_(eps).mul_(_spread(_safe(mean_weight), stack)), out=second).clamp_(-bound, bound)
+
+
+class Grafts:
+    """Updates of layers whose optimizer steps first, to be given the length of its step."""
+
+    def __init__(self, layers: Iterable[tuple[Layer, Tensor]], given: dict[int, adam.Rule]) -> None:
+        """``layers``: with their updates of length one, ``[B, O, I]``, zero where the optimizer's own step stays."""
+        self._layers: list[list[tuple[Tensor, Tensor, Tensor, adam.Rule]]] = []
+        for layer, update in layers:
+            parts = zip(layer.parameters(), split_grad(layer, update), strict=True)
+            known = [(p, part) for p, part in parts if p.grad is not None and id(p) in given]
+            self._layers.append([(p, p.detach().clone(), part, given[id(p)]) for p, part in known])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the optimizer's step: replace its updates by ours of the same length. Weight decay stays."""
+        for parameters in filter(None, self._layers):
+            decays = [1 - rule.lr * rule.weight_decay if rule.decoupled else 1.0 for *_, rule in parameters]
+            befores = [before * decay for (_, before, *_), decay in zip(parameters, decays, strict=True)]
+            moves = [(p - before).square().sum() for (p, *_), before in zip(parameters, befores, strict=True)]
+            length = torch.stack(moves).sum().sqrt()
+            is_ours = torch.stack([part.any() for *_, part, _ in parameters]).any()
+            for (p, _, part, _), before in zip(parameters, befores, strict=True):
+                p.copy_(torch.where(is_ours, before - length * part.reshape(p.shape), p))
+
+
+def _root(square: Tensor, log_damping: Tensor, stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``1 / sqrt(square + added)``, ``added = c^2 mean(square)`` and the sum of ``square``, both ``[n]``."""
+    total = square.view(len(stack), -1).sum(1)
+    added = _safe((2 * log_damping).exp_() * total / stack.elements)
+    return (square + _spread(added, stack)).rsqrt_(), added, total
+
+
+def _norms(x: Tensor, stack: Stack) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(x.view(len(stack), -1), dim=1)
+    return found
+
+
+def _spread(values: Tensor, stack: Stack) -> Tensor:
+    """Return values of layers, ``[n]``, as ``[n * B, 1, 1]``."""
+    return (values if stack.blocks == 1 else values.repeat_interleave(stack.blocks))[:, None, None]
+
+
+def _safe(values: Tensor) -> Tensor:
+    """Return values that are not zero."""
+    return values.clamp(min=torch.finfo(values.dtype).tiny)
