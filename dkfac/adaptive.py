@@ -26,7 +26,6 @@ from torch import Tensor
 
 from dkfac import adam
 from dkfac.layers.layer import Layer, split_grad
-from dkfac.ops.precision import tf32
 from dkfac.ops.precondition import rotate
 from dkfac.stacks import Stack
 from dkfac.state import LayerState
@@ -43,8 +42,10 @@ SHORTEST, LONGEST = math.log(1e-3), math.log(2.0)
 """Of the logarithm of what an update is of the optimizer's own."""
 SETTLE, RECOVER = 0.1, 0.03
 """How fast a longer and a shorter update go back to the optimizer's own length, in the logarithm, a step."""
-OPPOSED, SURPRISE = -2.0, 4.0
-"""An update was too long if its score is below the one and the gradient's energy over v's above the other."""
+OPPOSED = -2.0
+SURPRISE = {"sgd": 2.0, "adam": 4.0, "measured": 4.0}
+"""An update was too long if its score is below the one and the gradient's energy over v's above the other. SGD's own
+updates grow with the gradient, so they are held back sooner."""
 
 
 def directions(
@@ -60,9 +61,8 @@ def directions(
     (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
     log_damping, log_length, rows, columns = stack.adaptive(states)
     rotated, momentum = (rotate(x, bases) if bases else x for x in (grads, mean))
-    with tf32(False, raw.device):
-        scores = judge(rotated, momentum, square, square_weight, log_damping, stack)
-    _follow(scores, log_damping, log_length, good & (mean_weight > 0))
+    scores = judge(rotated, momentum, square, square_weight, log_damping, stack)
+    _follow(scores, log_damping, log_length, good & (mean_weight > 0), SURPRISE[rule.length])
 
     keep, keep_square = (torch.where(good, raw.new_full((), beta), 1.0) for beta in rule.betas)
     momentum = torch.addcmul(rotated, momentum, keep)
@@ -98,32 +98,32 @@ def judge(
 
     ``momentum`` and ``square``, a sum of ``weight``, are those of the last update, in the basis in use now.
     """
-    n = len(stack)
     root, added, total = _root(square, log_damping, stack)
-    both = square.new_empty(n, 2, square[0].numel() * stack.blocks)  # w, and w times what damping is of v + damping
-    update, share = (both[:, i].view_as(square) for i in (0, 1))
-    torch.mul(momentum, root, out=update)
-    torch.mul(root.square_().mul_(_spread(added, stack)), update, out=share)
-    of_gradient = torch.bmm(both, gradient.view(n, -1, 1)).squeeze(-1)
-    of_noise = torch.bmm(both * square.view(n, 1, -1), both.mT)
-    of_self = torch.bmm(both[:, :1], both.mT).squeeze(1)
-    mean = of_self[:, 1] / _safe(of_self[:, 0])
-    change = mean * of_gradient[:, 0] - of_gradient[:, 1]  # along d = w (mean share - share)
-    noise = of_noise[:, 1, 1] - 2 * mean * of_noise[:, 0, 1] + mean.square() * of_noise[:, 0, 0]
+    update = momentum * root
+    share = root.square_().mul_(_spread(added, stack)).mul_(update)  # w times what damping is of v + damping
+    scaled = square * update
+    noise_of_update, mixed = _dot(scaled, update, stack), _dot(scaled, share, stack)
+    noise_of_share = _dot(share * square, share, stack)
+    along_update, along_share = _dot(gradient, update, stack), _dot(gradient, share, stack)
+    mean = _dot(update, share, stack) / _safe(_norms(update, stack).square_())
+    change = mean * along_update - along_share  # along d = w (mean share - share)
+    noise = noise_of_share - 2 * mean * mixed + mean.square() * noise_of_update
     damping, length = (
         (weight.sqrt() * x * _safe(y).rsqrt()).nan_to_num_(0.0, 0.0, 0.0)
-        for x, y in ((change, noise), (of_gradient[:, 0], of_noise[:, 0, 0]))
+        for x, y in ((change, noise), (along_update, noise_of_update))
     )
     return damping, length, _norms(gradient, stack).square_() * weight / _safe(total)
 
 
-def _follow(scores: tuple[Tensor, Tensor, Tensor], log_damping: Tensor, log_length: Tensor, is_known: Tensor) -> None:
+def _follow(
+    scores: tuple[Tensor, Tensor, Tensor], log_damping: Tensor, log_length: Tensor, is_known: Tensor, surprise: float
+) -> None:
     """Change the damping and the length of updates by the scores of the last ones, where there were any."""
     of_damping, of_length, energy = scores
     log_damping.add_(torch.where(is_known, RATE * (of_damping.clamp_(-3, 3) - MARGIN), 0)).clamp_(LEAST, MOST)
     longer = torch.where(of_length > AGREEMENT, RATE * (of_length - AGREEMENT).clamp_(max=1), -SETTLE)
     settled = torch.where(log_length < 0, (log_length + RECOVER).clamp_(max=0), (log_length + longer).clamp_(min=0))
-    was_too_long = (of_length < OPPOSED) & (energy > SURPRISE)
+    was_too_long = (of_length < OPPOSED) & (energy > surprise)
     length = torch.where(was_too_long, log_length - RATE * energy.clamp(1, 1e4).log_(), settled)
     log_length.copy_(torch.where(is_known, length, log_length)).clamp_(SHORTEST, LONGEST)
 
@@ -170,6 +170,11 @@ def _root(square: Tensor, log_damping: Tensor, stack: Stack) -> tuple[Tensor, Te
     total = square.view(len(stack), -1).sum(1)
     added = _safe((2 * log_damping).exp_() * total / stack.elements)
     return (square + _spread(added, stack)).rsqrt_(), added, total
+
+
+def _dot(x: Tensor, y: Tensor, stack: Stack) -> Tensor:
+    """Return the products of two tensors laid out like the stack's buffer, ``[n]``."""
+    return (x * y).view(len(stack), -1).sum(1)
 
 
 def _norms(x: Tensor, stack: Stack) -> Tensor:

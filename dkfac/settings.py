@@ -46,7 +46,7 @@ class Settings:
     """Added to the spectrum before inversion; same unit as the curvature of the loss."""
 
     damping_mode: DampingMode = "absolute"
-    """``"relative"``: damping is multiplied by the layer's mean eigenvalue, so it survives another loss scale."""
+    """``"relative"``: times the layer's mean eigenvalue, unless that is rounding, so it survives another loss scale."""
 
     factor_decay: Scheduled = 0.95
     """Weight of the old running factor at each factor update; 0 keeps only the newest batch."""

@@ -168,12 +168,17 @@ def adopt(
             state.moments = None
 
 
+ROUNDING = 10.0
+"""In units of a type's precision: a mean eigenvalue below its square is that of a gradient that is zero in theory."""
+
+
 def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -> Tensor | float:
     damping = settings.at("norm_damping" if layer.is_norm else "damping", step)
     if settings.damping_mode == "absolute" or damping == 0.0:
         return damping
-    product = torch.stack(list(state.means.values())).prod(0)  # of one factor, two or three
-    return damping * product.mean()
+    product = torch.stack(list(state.means.values())).prod(0).mean()  # of one factor, two or three
+    floor = (ROUNDING * torch.finfo(product.dtype).eps) ** 2  # below it, rounding would be divided by rounding
+    return damping * torch.where(product < floor, 1.0, product)
 
 
 def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:

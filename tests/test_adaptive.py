@@ -94,9 +94,9 @@ def divided(m, v, c):
     return m / (v + more).sqrt(), -more * m / (v + more) ** 1.5
 
 
-def followed(e, y, energy):
+def followed(e, y, energy, surprise):
     """Return the logarithm of what an update is of the optimizer's own length, after the score y of the last one."""
-    if y < -2 and energy > 4:
+    if y < -2 and energy > surprise:
         return max(math.log(1e-3), e - 0.3 * math.log(min(energy, 1e4)))
     if e < 0:
         return min(0.0, e + 0.03)
@@ -125,7 +125,7 @@ class Oracle(Run, base.Oracle):
             z = ((turned * d).sum() / (v * d * d).sum().sqrt()).clamp(-3, 3)
             self.c[name] = float((self.c[name] * (0.3 * (z - 0.2)).exp()).clamp(0.01, 100))
             y, energy = float((turned * w).sum() / (v * w * w).sum().sqrt()), float((turned**2).sum() / v.sum())
-            self.e[name] = followed(self.e[name], y, energy)
+            self.e[name] = followed(self.e[name], y, energy, 2 if self.way == "sgd" else 4)
         self.m[name] = m, number = ref._running(self.m.get(name), g, betas[0])
         self.v[name] = squares, weight = ref._running(self.v.get(name), turned**2, betas[1])
         self.rows[name] = betas[1] * self.rows.get(name, 0) + (g**2).sum(2, keepdim=True)

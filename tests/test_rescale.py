@@ -118,6 +118,29 @@ def test_an_update_that_predicts_more_than_a_number_can_say_takes_no_step(produc
     assert float(held.longest(torch.tensor(products), 1.0)) == expected
 
 
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+def test_relative_damping_leaves_a_layer_alone_whose_gradient_is_rounding(solver):
+    """What is added to all logits has no gradient but for rounding, and a curvature of its square."""
+
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.shift = torch.nn.Linear(6, 4), torch.nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.body(x) + self.shift(x)
+
+    torch.manual_seed(0)
+    model = Shifted()
+    kfac = dkfac.KFAC(model, announce=False, solver=solver, damping=1e-3, damping_mode="relative", rescale="none")
+    torch.nn.functional.cross_entropy(model(torch.randn(64, 6)), torch.randint(0, 4, (64,))).backward()
+    raw = model.shift.weight.grad.norm()
+    assert 0 < raw < 1e-6
+    kfac.step()
+    body, shift = (layer.weight.grad.norm() for layer in (model.body, model.shift))
+    assert shift < 0.01 * body
+
+
 @pytest.mark.parametrize("batch_norm", [True, False])
 def test_learning_rates_that_broke_the_first_steps_train(batch_norm):
     """Refreshes every ten steps were too old for the first ones, and nothing held them back."""
