@@ -76,7 +76,7 @@ def rules(optimizer: Any) -> dict[int, Rule]:
     for group in optimizer.param_groups:
         first, second = group.get("betas", (group.get("momentum", MOMENTUM), SECOND_BETA))[:2]
         rule = Rule(
-            group["lr"],
+            0.0 if group.get("lr") is None else group["lr"],  # some find their own
             (float(first or 0.0), float(second)),
             group.get("eps") or 0.0 if length == "adam" else 0.0,
             group.get("weight_decay") or 0.0,

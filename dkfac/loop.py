@@ -38,7 +38,7 @@ class Steps:
 
 def is_dummy(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
     """Whether a step is one without effect, as distributed checkpoints take to make an optimizer's state."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [group.get("lr") for group in optimizer.param_groups]
     if optimizer.state or any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
         return False
     return not any(bool(p.grad.any()) for p in parameters if p.grad is not None)

@@ -215,6 +215,23 @@ def test_under_large_damping_steps_of_the_optimizers_length_are_torchs_own(case,
         run.damping(50.0)  # of which the next step makes the most there is
 
 
+def test_an_optimizer_without_a_learning_rate_of_its_own_keeps_its_length():
+    class Fixed(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.sub_(0.01 * p.grad.sign())
+
+    model = nn.Linear(6, 4)
+    optimizer = Fixed(model.parameters(), {"lr": None, "weight_decay": 0.1})
+    KFAC(model, optimizer, announce=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    mean_loss(model(torch.randn(32, 6)), torch.randint(0, 4, (32,))).backward()
+    optimizer.step()
+    moved = sum((p - q).square().sum() for p, q in zip(model.parameters(), before, strict=True))
+    assert math.isclose(float(moved.detach()), 28 * 0.01**2, rel_tol=1e-4)
+
+
 def job(rank, world_size, case, options, begin=0, end=10, saved=()):
     run = Run(case, rank, world_size, **options)
     parts = [run.model, run.kfac] if "share" in options else [run.model, run.kfac, run.optimizer]
