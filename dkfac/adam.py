@@ -78,7 +78,7 @@ def rules(optimizer: Any) -> dict[int, Rule]:
         rule = Rule(
             0.0 if group.get("lr") is None else group["lr"],  # some find their own
             (float(first or 0.0), float(second)),
-            group.get("eps") or 0.0 if length == "adam" else 0.0,
+            group["eps"] if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) else 0.0,
             group.get("weight_decay") or 0.0,
             group.get("decoupled_weight_decay", is_decoupled),
             -1.0 if group.get("maximize") else 1.0,

@@ -127,9 +127,9 @@ def check_together(settings: Settings) -> None:
     is_clipped = settings.rescale == "kl-clip" and not settings.takes_steps and settings.curvature != "auto"
     if settings.cuda_graph and (is_clipped or settings.curvature == "ekfac"):
         raise ValueError(
-            'cuda_graph=True goes with rescale="norm", "norm-global", "norm-kl" or "none" and curvature="kfac" or '
-            f'"adam-eigen", not with {settings.rescale!r} and {settings.curvature!r}: what the others use is not the '
-            "same from step to step"
+            'cuda_graph=True goes with rescale="norm", "norm-global", "norm-kl" or "none" and curvature="adaptive", '
+            f'"kfac" or "adam-eigen", not with {settings.rescale!r} and {settings.curvature!r}: what the others '
+            "use is not the same from step to step"
         )
     if settings.curvature in ("ekfac", "adam-eigen", "adaptive") and settings.solver == "cholesky":
         raise ValueError(
