@@ -17,7 +17,7 @@ from environment import write
 from torch import nn
 
 import dkfac
-from dkfac.recipes.char_gpt import GPT
+from dkfac.tools.recipes.char_gpt import GPT
 
 BEFORE = {"adamw": "adam-eigen", "sgd": "kfac"}
 

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import dkfac
-from dkfac.recipes.autoencoder import network
+from dkfac.tools.recipes.autoencoder import network
 
 RATES = (0.3, 1.0, 3.0, 10.0, 30.0)
 DAMPINGS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformer_study import Task, add_arguments, study
 
-from dkfac.recipes.char_gpt import GPT
+from dkfac.tools.recipes.char_gpt import GPT
 
 SIZES = {
     "tiny": {"layers": 2, "width": 64, "heads": 4, "context": 64, "batch": 16, "steps": 500},

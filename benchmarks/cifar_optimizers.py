@@ -26,7 +26,7 @@ from machine import Machine, known_runs, lines_of
 from torch import nn
 
 import dkfac
-from dkfac.recipes.resnet import cifar_resnet, resnet
+from dkfac.tools.recipes.resnet import cifar_resnet, resnet
 
 EPOCHS = 16
 FRACTIONS = {

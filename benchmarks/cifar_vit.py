@@ -12,7 +12,7 @@ from cifar import augment, normalise, read_archive
 from torch import Tensor, nn
 from transformer_study import Task, add_arguments, study
 
-from dkfac.recipes.char_gpt import Block, initialise
+from dkfac.tools.recipes.char_gpt import Block, initialise
 
 SIZES = {
     "tiny": {"layers": 2, "width": 32, "heads": 2, "patch": 8, "batch": 32, "steps": 60},

@@ -26,7 +26,7 @@ import torch
 from environment import write
 
 import dkfac
-from dkfac.recipes import digits
+from dkfac.tools.recipes import digits
 
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 DAMPINGS = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5)

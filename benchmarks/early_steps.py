@@ -17,7 +17,7 @@ from cifar import augment, normalise, read_archive
 from environment import write
 
 import dkfac
-from dkfac.recipes.resnet import resnet
+from dkfac.tools.recipes.resnet import resnet
 
 WIDTH, BATCH, WARMUP, TOTAL = 16, 512, 80, 400
 BEFORE = {"rescale": "norm-global", "warmup_refresh": (10, 100)}

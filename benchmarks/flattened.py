@@ -14,7 +14,7 @@ from environment import write
 from torch import nn
 
 import dkfac
-from dkfac.recipes import digits
+from dkfac.tools.recipes import digits
 
 
 def measured(channels: int, positions: int, out: int, flattened: bool, batch: int = 32) -> dict:

@@ -26,8 +26,8 @@ import transformer_study
 from environment import write
 from torch import Tensor
 
-from dkfac import adam
 from dkfac.ops.precondition import rotate, spectrum
+from dkfac.precondition import adam_eigen
 
 BASE = {"solver": "warm-eigen", "cuda_graph": True, "tf32": True, "statistics_fraction": 0.25}
 
@@ -96,7 +96,7 @@ def quadratic(stack, states, update: Tensor) -> Tensor:
 
 def limited(how: str, most: float, rate: dict[str, Tensor]):
     """Return Adam's update in the eigenbasis, held back."""
-    whole = adam.directions
+    whole = adam_eigen.adam_updates
 
     def directions(stack, states, *given) -> tuple[Tensor, None]:
         update, _ = whole(stack, states, *given)
@@ -128,10 +128,10 @@ def train(config: dict, data, device: str) -> dict:
     if name == "adam-eigen":
         groups = [{"params": [p], "lr": next((r for part, r in rates.items() if part in n), lr)} for n, p in parameters]
         used = [torch.optim.AdamW(groups, betas=tuple(config.get("betas", (0.9, 0.95))), weight_decay=0.01)]
-    rate, before = {key: torch.zeros((), device=device) for key in ("lr", "now", "last")}, adam.directions
+    rate, before = {key: torch.zeros((), device=device) for key in ("lr", "now", "last")}, adam_eigen.adam_updates
     totals = []
     if "limit" in config:
-        adam.directions = limited(*config["limit"], rate)
+        adam_eigen.adam_updates = limited(*config["limit"], rate)
     transformer_study.attach({"optimizer": name, "options": config.get("options", {})}, task, model, used[-1])
     warm, losses, begin = round(steps * config.get("warm", transformer_study.WARMUP)), [], time.perf_counter()
     tracks: dict[str, str] = {}
@@ -161,7 +161,7 @@ def train(config: dict, data, device: str) -> dict:
                    for n, p in model.named_parameters() if n in was}  # fmt: skip
         if was:
             tracks[str(step)] = " ".join(f"{name}:{float(value):.3f}" for name, value in changes.items())
-    adam.directions = before
+    adam_eigen.adam_updates = before
     told = " ".join(f"{float(loss):.3f}" for loss in losses)
     found = {"config": config, "final": task.validate(model), "losses": told, "seconds": time.perf_counter() - begin}
     found |= {"tracks": tracks} if tracks else {}

@@ -16,11 +16,11 @@ import torch
 import transformer_study
 from environment import write
 
-from dkfac import renew
-from dkfac.settings import Settings
+from dkfac.config.settings import Settings
+from dkfac.decompose import refresh_scheduler
 
 KL = {"rescale": "kl-clip", "kl_clip": 1e-4}
-RHYTHM, PATIENCE = Settings.rhythm, renew.PATIENCE
+RHYTHM, PATIENCE = Settings.rhythm, refresh_scheduler.LOOK_AFTER_STEPS
 MODES = {
     "nothing": lambda settings, n: (n == 0, n == 0),
     "refresh": lambda settings, n: (n == 0, n % 5 == 0),
@@ -69,7 +69,7 @@ def measure(name: str, options: dict, mode: str | None, size: dict, data) -> dic
     for _ in range(20):
         torch.cuda.synchronize()
         hosts.append(steps(1))
-    renew.PATIENCE = 10**6  # nothing waits for what a refresh found
+    refresh_scheduler.LOOK_AFTER_STEPS = 10**6  # nothing waits for what a refresh found
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(10):  # two steps are about as many launches as can be under way
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def measure(name: str, options: dict, mode: str | None, size: dict, data) -> dic
         end.record()
         torch.cuda.synchronize()
         gpus.append(start.elapsed_time(end) / 2)
-    renew.PATIENCE = PATIENCE
+    refresh_scheduler.LOOK_AFTER_STEPS = PATIENCE
     del kfac
     return {"wall": 1e3 * min(walls), "host": 1e3 * statistics.median(hosts), "gpu": statistics.mean(gpus)}
 

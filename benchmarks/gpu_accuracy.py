@@ -107,7 +107,7 @@ def sampled_rows(layer, x: Tensor, g: Tensor, kfac: dkfac.KFAC) -> tuple[Tensor,
         from dkfac.layers.rows import rows_of
 
         sizes = {"examples": len(x), "batch_dim": 0, "batch_stats": True}
-        rows = next(rows_of(layer, x, g, sample=kfac._tape.sample, **sizes))
+        rows = next(rows_of(layer, x, g, sample=kfac._collector.sample, **sizes))
         if rows.picked is None:
             return x, g, 1.0
         examples = rows.picked.here[0]

@@ -13,7 +13,7 @@ import torch
 from environment import write
 from torch import Tensor
 
-from dkfac import first
+from dkfac.decompose import initial_basis
 from dkfac.ops import decompose
 from dkfac.ops.together import renewed
 
@@ -49,18 +49,18 @@ def main() -> None:
         exact = decompose.eigen(matrices)
         start = decompose.Eigen(torch.eye(size, device=device).expand_as(matrices), matrices.diagonal(dim1=-2, dim2=-1))
         job = (matrices, start, matrices.new_zeros(args.count), ())
-        begun = renewed([job], times=first.ITERATIONS)[0][0].vectors
+        begun = renewed([job], times=initial_basis.ITERATIONS)[0][0].vectors
         turned = begun.mT @ matrices @ begun
         off = (turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))).norm() / turned.norm()
         found[size] = {
             "exactly": milliseconds(lambda m=matrices: decompose.eigen(m), device),
             "improved": milliseconds(lambda m=matrices, e=exact: decompose.warm_step(m, e), device),
-            "begun": milliseconds(lambda j=job: renewed([j], times=first.ITERATIONS), device),
+            "begun": milliseconds(lambda j=job: renewed([j], times=initial_basis.ITERATIONS), device),
             "off": float(off),
         }
         print(size, " ".join(f"{key} {value:.3g}" for key, value in found[size].items()), flush=True)
         del matrices, exact, start, job, begun, turned
-    write(args.out, {"count": args.count, "iterations": first.ITERATIONS, "milliseconds": found})
+    write(args.out, {"count": args.count, "iterations": initial_basis.ITERATIONS, "milliseconds": found})
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ from gpu_cases import (
 from torch.profiler import ProfilerActivity, profile, record_function
 
 WATCHED = [
-    ("dkfac.capture", "ModelHook", "__call__", "hook: model forward"),
-    ("dkfac.capture", "LayerHook", "__call__", "hook: layer forward"),
-    ("dkfac.tape", "Tape", "record", "hook: layer backward"),
-    ("dkfac.kfac", "KFAC", "_before_step", "hook: optimizer step"),
+    ("dkfac.capture.hooks", "ModelHook", "__call__", "hook: model forward"),
+    ("dkfac.capture.hooks", "LayerHook", "__call__", "hook: layer forward"),
+    ("dkfac.capture.collector", "Collector", "record", "hook: layer backward"),
+    ("dkfac.runtime.optimizer_hooks", "OptimizerHooks", "_before", "hook: optimizer step"),
 ]
 """Where K-FAC is entered from the training loop: nothing of it runs outside these."""
 
@@ -84,7 +84,7 @@ def watch_kfac() -> list[str]:
             wrap(found, method, label)
         else:
             missing.append(f"{module}.{owner}.{method}")
-    from dkfac.timing import StageTimer
+    from dkfac.capture.timing import StageTimer
 
     stage = StageTimer.stage
 

@@ -22,7 +22,7 @@ from machine import Machine, known_runs
 
 import dkfac
 from dkfac.layers.find import find_layers
-from dkfac.recipes.resnet import cifar_resnet
+from dkfac.tools.recipes.resnet import cifar_resnet
 
 EPOCHS = 30
 RATES = {

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from dkfac.recipes.char_gpt import GPT, Block, read_text
-from dkfac.recipes.resnet import Small
+from dkfac.tools.recipes.char_gpt import GPT, Block, read_text
+from dkfac.tools.recipes.resnet import Small
 
 LIBRARY = Path(os.__file__).parent
 MODULES = ("argparse", "inspect", "tarfile", "turtle")

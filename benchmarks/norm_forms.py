@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from environment import write
 
 import dkfac
+from dkfac.config.settings import Settings
 from dkfac.layers.find import find_layers
-from dkfac.recipes import digits
-from dkfac.recipes.resnet import cifar_resnet, resnet
-from dkfac.settings import Settings
+from dkfac.tools.recipes import digits
+from dkfac.tools.recipes.resnet import cifar_resnet, resnet
 
 FORMS = ("off", "diagonal", "unit", "full")
 OPTIONS = {"announce": False, "damping": 1e-3}

@@ -12,12 +12,12 @@ import time
 import matplotlib
 from environment import write
 
-from dkfac.charts import gantt
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import MODELS, work_of
-from dkfac.plan.preset import load
+from dkfac.plan.preset import load_cluster
 from dkfac.plan.search import predict
 from dkfac.plan.timeline import Span, Timeline
+from dkfac.tools.charts import gantt
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -50,7 +50,7 @@ def scatter(path: pathlib.Path) -> dict:
 
 
 def scaling(path: pathlib.Path, model: str, batch: int) -> dict:
-    cluster = load("spd-kfac-64").with_hosts_of(8)
+    cluster = load_cluster("spd-kfac-64").with_hosts_of(8)
     shapes = list(MODELS[model]())
     work, layers = work_of(shapes, batch, cluster.costs), [shape.spec for shape in shapes]
     found: dict[str, list[float]] = {name: [] for name in STRATEGIES}

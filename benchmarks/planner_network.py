@@ -22,14 +22,14 @@ from environment import write
 
 import dkfac
 from dkfac.comm.groups import Groups, only
-from dkfac.measure.compute import seconds_of
-from dkfac.measure.machine import measure
-from dkfac.measure.model import shapes_of
-from dkfac.measure.record import Recorder
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import scaled
 from dkfac.plan.search import predict
 from dkfac.plan.simulate import Work
+from dkfac.tools.measure.compute import seconds_of
+from dkfac.tools.measure.machine import measure
+from dkfac.tools.measure.model import shapes_of
+from dkfac.tools.measure.record import Recorder
 
 STRATEGIES = ["comm-opt", "sharded", "replicated", "mem-opt", "spd", "layer-wise", "factor-wise", "hybrid-opt"]
 CPU = torch.device("cpu")

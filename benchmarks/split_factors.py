@@ -12,20 +12,20 @@ import time
 import torch
 from environment import write
 
+from dkfac.decompose.fallback import refresh
 from dkfac.ops import decompose
 from dkfac.plan.make import Choices
 from dkfac.plan.models import MODELS, work_of
-from dkfac.plan.preset import PRESETS, load
+from dkfac.plan.preset import PRESETS, load_cluster
 from dkfac.plan.search import search
-from dkfac.recipes import digits
-from dkfac.refresh import refresh
+from dkfac.tools.recipes import digits
 
 RANKS = (1, 8, 16, 32, 64)
 SPLITS = (None, 2304, 1152)
 
 
 def predicted(cluster_name: str, solver: str, intervals: tuple[int, int], batch: int) -> dict:
-    cluster = load(cluster_name).with_hosts_of(8)
+    cluster = load_cluster(cluster_name).with_hosts_of(8)
     shapes = list(MODELS["resnet50"]())
     layers, work = [shape.spec for shape in shapes], work_of(shapes, batch, cluster.costs)
     choices = Choices(solver=solver, factor_interval=intervals[0], inverse_interval=intervals[1])

@@ -2,6 +2,6 @@
 
 import sys
 
-from dkfac.cli.main import main
+from dkfac.tools.cli.main import main
 
 sys.exit(main())

@@ -1,4 +1,7 @@
-"""Start torch.distributed from what torchrun says, so that elastic restarts work."""
+"""Initialize torch.distributed from the environment of torchrun or srun, such that elastic restarts work.
+
+Input: environment variables. Output: this process's rank, world size and device. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process is among the ranks."""
+    """The rank and device of this process."""
 
     rank: int
     world_size: int
@@ -23,10 +26,12 @@ class Place:
 
 
 def init(backend: str | None = None, *, timeout_seconds: float | None = None) -> Place:
-    """Join the ranks that torchrun started and return this one's place; alone, do nothing.
+    """Initialize the default process group, and return this process's rank, world size and device.
 
-    ``backend``: None takes NCCL for GPUs and gloo for the CPU. After a restart, keys that the dead ranks left in
-    torchrun's store would be mistaken for the new ranks', so each restart has a prefix of its own.
+    Does nothing but select the device if the process was not started by torchrun or srun, or if the process group is
+    already initialized. ``backend=None`` is NCCL for GPUs and gloo for the CPU; ``timeout_seconds=None`` is PyTorch's
+    default, and 5 minutes for the rendezvous. After an elastic restart, keys that dead ranks left in torchrun's store
+    would be mistaken for those of the new ranks, so the store is prefixed with the restart count.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
     device = torch.device("cpu")
@@ -59,32 +64,33 @@ def init(backend: str | None = None, *, timeout_seconds: float | None = None) ->
 
 
 def is_step_of_slurm() -> bool:
-    """Whether srun has started this process as one of several. A batch script itself is none of them."""
+    """Whether srun started this process as one of several tasks. The batch script itself is not one."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
 
 
 def _read_slurm() -> None:
-    """Take rank and address from srun's environment, where torchrun has not set them and there are several tasks."""
+    """Set rank and address from srun's environment, if torchrun has not set them and there are several tasks."""
     if "RANK" in os.environ or not is_step_of_slurm():
         return
-    # The first of "gpu[03-07,12],other": there task 0 runs.
+    # Task 0 runs on the first host of e.g. "gpu[03-07,12],other".
     found = re.match(r"([^,\[]+)(?:\[(\w+))?", os.environ.get("SLURM_STEP_NODELIST", "localhost"))
     job, step = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
     said = {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"]}
     said["MASTER_ADDR"] = "".join(part or "" for part in found.groups()) if found else "localhost"
-    said["MASTER_PORT"] = str(20000 + (job + 101 * step) % 10000)  # below those that systems hand out
+    said["MASTER_PORT"] = str(20000 + (job + 101 * step) % 10000)  # below the range of ephemeral ports
     for name, value in said.items():
         os.environ.setdefault(name, value)
 
 
 def end() -> None:
-    """Leave torch.distributed, if it runs."""
+    """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def gather(numbers: list[float], device: torch.device) -> list[list[float]]:
-    """Return every rank's numbers, as many on each, on every rank; alone, one's own. Waits for the device."""
+    """Return every rank's numbers, the same count on each, on every rank; without a process group, only this rank's.
+    Collective, and synchronizes with the device."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(numbers)]
     own = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -94,7 +100,7 @@ def gather(numbers: list[float], device: torch.device) -> list[list[float]]:
 
 
 def from_first(text: str, place: Place) -> str:
-    """Return what rank 0 says."""
+    """Return rank 0's text on every rank. Collective."""
     if place.world_size == 1:
         return text
     found = [text]
@@ -103,25 +109,25 @@ def from_first(text: str, place: Place) -> str:
 
 
 def broadcast(tensors: Iterable[torch.Tensor], place: Place) -> None:
-    """Give all ranks rank 0's values."""
+    """Copy rank 0's values to all ranks, in place. Collective."""
     for tensor in tensors if place.world_size > 1 else ():
         dist.broadcast(tensor, src=0)
 
 
 def backends() -> list[str]:
-    """Return what torch was built with."""
+    """Return the backends that torch was built with."""
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     return [name for name, is_there in known.items() if is_there()]
 
 
 def launch(num_processes: int, module: str, arguments: list[str]) -> int:
-    """Run a module on so many processes of this machine, by torchrun's own program; returns the exit status."""
+    """Run a module in ``num_processes`` processes on this machine with torchrun's launcher. Returns the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for a last step, a test and a checkpoint
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds: for a last step, a test and a checkpoint
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=f"dkfac-{os.getpid()}", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.5, start_method="spawn",

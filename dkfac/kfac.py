@@ -1,53 +1,50 @@
-"""Class KFAC: attach to a model and an optimizer, and precondition the gradients of each step."""
+"""Class ``KFAC``: attach to a model and an optimizer, and precondition the gradients of each step.
+
+Input: a model, an optimizer and settings. Output: preconditioned steps. Owns: the hooks and the engine.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from dkfac import adam, checkpoint, held, loop, owned, quadratic, report, trust
-from dkfac.attach import (
-    check_arguments,
-    check_layers,
-    check_share,
-    check_world,
-    choose_group,
-    connect,
-)
-from dkfac.capture import Probe
-from dkfac.comm import join
-from dkfac.crew.remote import Remote
+from dkfac.capture.collector import Collector
+from dkfac.capture.hooks import CaptureContext
+from dkfac.comm import groups, join
+from dkfac.comm.errors import ErrorChannel
+from dkfac.config import optimizer_rules
+from dkfac.config.resolve import choose_settings
+from dkfac.config.settings import Settings
 from dkfac.layers.find import find_layers, unwrap
-from dkfac.notices import Notices
 from dkfac.plan.plan import Plan
-from dkfac.profile import choose_settings
-from dkfac.run import Runner
-from dkfac.settings import Settings
-from dkfac.tape import Tape
-
-_ATTACHED: WeakKeyDictionary[nn.Module, ref[KFAC]] = WeakKeyDictionary()
-"""Which KFAC preconditions a module."""
-
-
-def detach(model: nn.Module) -> None:
-    """Close every KFAC that is attached to a layer of the model, whoever holds it."""
-    for module in unwrap(model).modules():
-        attached = _ATTACHED.get(module)
-        kfac = None if attached is None else attached()
-        if kfac is not None:
-            kfac.close()
+from dkfac.precondition import adam_eigen, trust_region
+from dkfac.runtime import attach, levenberg_marquardt, quadratic, report, training_loop
+from dkfac.runtime.engine import Engine
+from dkfac.runtime.notices import Notices
+from dkfac.runtime.optimizer_hooks import OptimizerHooks
+from dkfac.state import checkpoint, optimizer_state, restore
+from dkfac.workers.remote import Remote
 
 
 class KFAC:
-    """Second-order steps for a model and an optimizer, from the moment of construction.
+    """Preconditions the gradients of a model by K-FAC (Kronecker-factored approximate curvature).
 
-    With an optimizer, ``optimizer.step()`` takes preconditioned steps and nothing else in the training loop
-    changes. Without one, call ``step(lr=...)`` between ``backward`` and the update.
+    With an optimizer, ``optimizer.step()`` takes preconditioned steps from construction on, and nothing else in the
+    training loop changes. Without one, call :meth:`step` between ``backward()`` and the update. All ranks of the
+    process group must construct it, with the same settings.
+
+    Args:
+        model: the model to train, possibly wrapped in DDP.
+        optimizer: the optimizer whose steps are preconditioned.
+        grad_scaler: the ``torch.amp.GradScaler`` of the training loop, if it uses one.
+        process_group: the ranks that train replicas of the model (default: the group of DDP, or all ranks).
+        roles: the result of :func:`dkfac.roles`; the process group is then that of the gradient workers.
+        settings: a :class:`Settings` object. Or pass its fields by name: ``KFAC(model, optimizer, damping=1e-3)``.
     """
 
     def __init__(
@@ -61,56 +58,58 @@ class KFAC:
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
-        """Find the layers, hook them and the optimizer, and say in one line what was done.
-
-        Settings are given by name (``KFAC(model, optimizer, damping=1e-3)``) or as one object. ``process_group``: the
-        ranks that train copies of this model; None: all, or of ``roles`` the gradient workers. All of them call this.
-        """
-        check_arguments(model, optimizer, grad_scaler)
-        self._process_group = process_group = choose_group(model, process_group if roles is None else roles.group)
-        self.settings = choose_settings(settings, options, model, optimizer, grad_scaler, process_group, roles)
-        check_share(self.settings, optimizer)
+        """Find the layers, register hooks on them and the optimizer, and print a one-line summary. Collective."""
+        attach.check_arguments(model, optimizer, grad_scaler)
+        self._process_group = process_group = attach.choose_group(
+            model, process_group if roles is None else roles.group
+        )
+        self.settings = choose_settings(
+            settings, options, model, optimizer, grad_scaler, groups.world_size(process_group), roles
+        )
         self._model = unwrap(model)
         self._optimizer = optimizer
         trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.layers, self.left = find_layers(self._model, self.settings, trained)
-        check_layers(self.layers, self.left, _ATTACHED)
+        attach.check_layers(self.layers, self.left, attach.ATTACHED)
         if self.settings.takes_steps:
-            adam.check(optimizer, self.layers, self.settings.curvature)
-        self._tape = Tape(self.layers, self.settings, grad_scaler)
-        self._probe = Probe(self._tape, self.settings, has_scaler=grad_scaler is not None)
+            adam_eigen.check_optimizer(optimizer, self.layers, self.settings.curvature)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
-        plan, exchange = connect(self.layers, self.settings, process_group)
-        self._runner = Runner(self.layers, self.settings, self._tape, notices, plan, exchange)
-        self._runner.remote = None if roles is None else Remote(roles, self._model)
-        self._probe.watch({name for name, p in self._runner.placements.items() if self._runner.rank in p.statistics})
+        transport = attach.connect(self.layers, self.settings, process_group)
+        errors, is_alone = ErrorChannel(transport), transport.world_size == 1
+        how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
+        self._collector = Collector(self.layers, self.settings, grad_scaler, **how)
+        remote = None if roles is None else Remote(roles, self._model)
+        self._engine = Engine(self.layers, self.settings, self._collector, notices, transport, errors, remote)
+        placements = self._engine.ranks.placements
+        measured = {name for name, p in placements.items() if transport.rank in p.statistics}
+        self._capture = CaptureContext(
+            self._collector, self.settings, has_scaler=grad_scaler is not None, measured=measured,
+            before_forward=None if is_alone else lambda: attach.check_join(self._join_config),
+        )  # fmt: skip
         self._join_config = join.not_joined()
-        if exchange is not None:
-            self._probe.before_forward = self._before_forward
-        self._closed, self._stepped, self._steps = False, False, loop.Steps()
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        self._moves: dict[int, Tensor] = {}  # of quadratic_step: the last ones, by the parameters' ids
-        self._handles = self._probe.attach(self._model)
+        self._closed = False
+        self._moves: dict[int, Tensor] = {}  # of quadratic_step: the last moves by id(parameter)
+        self._hooks = OptimizerHooks(self._run, self._engine.share_weights)
+        self._handles = self._capture.attach(self._model)
         if optimizer is not None:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            if self.plan.share == "weights" and self.plan.world_size > 1:
+            self._handles += self._hooks.attach(optimizer)
+            if transport.program.stage("weights"):
                 self._handles.append(optimizer.register_state_dict_pre_hook(report.warn_of_partial_optimizer))
-        _ATTACHED.update({layer.module: ref(self) for layer in self.layers})
+        attach.ATTACHED.update({layer.module: ref(self) for layer in self.layers})
         self._plan_next()
         report.warn_of_left(self.left)
-        if self.settings.announce and self._runner.rank == 0:
+        if self.settings.announce and transport.rank == 0:
             print(report.announcement(self.layers, self.left, self.settings, optimizer, self.plan), file=sys.stderr)
 
     @property
     def plan(self) -> Plan:
-        """Who does what, under torch.distributed."""
-        return self._runner.plan
+        """The plan: which ranks measure, hold, decompose and precondition each layer."""
+        return self._engine.ranks.plan
 
     def step(self, lr: float | None = None) -> None:
-        """Precondition the gradients in place; for loops that call the optimizer themselves.
+        """Precondition the gradients in place, for training loops that do not pass an optimizer to ``KFAC``.
 
-        ``lr`` is needed by ``rescale="kl-clip"`` and ``"norm-kl"`` alone.
+        ``lr`` is the learning rate, which only ``rescale="kl-clip"`` and ``"norm-kl"`` require.
         """
         if self._optimizer is not None:
             raise RuntimeError(
@@ -120,117 +119,129 @@ class KFAC:
         self._run(lr)
 
     def lm_step(self, loss: Tensor | float, closure: Callable[[], Tensor | float]) -> None:
-        """Take the optimizer's step and, every few steps, change a ``damping=dkfac.LevenbergMarquardt(...)`` by how
-        well the quadratic model predicted it. ``loss``: of this batch; ``closure`` returns it again, after the step.
+        """Take the optimizer's step and adapt a ``damping=dkfac.LevenbergMarquardt(...)`` every few steps.
+
+        The damping follows how well the quadratic model predicts the change of the loss. ``loss`` is the loss of this
+        batch before the step; ``closure`` evaluates it again after the step.
         """
-        optimizer, damping = trust.check(self.settings, self._optimizer)
-        trust.step(self._runner, self._model, optimizer, damping, loss, closure)
+        optimizer, damping = levenberg_marquardt.check_damping(self.settings, self._optimizer)
+        levenberg_marquardt.check_unscaled(self._collector.scaler, optimizer)
+        engine = self._engine
+        if engine.step % damping.every:
+            optimizer.step()
+            return
+        levenberg_marquardt.lm_step(
+            engine.ranks, engine.states, engine.transport, self._model, optimizer, damping, loss, closure
+        )
 
     def quadratic_step(self, closure: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Move the parameters by preconditioned gradients, with the length and momentum at which the quadratic model of
-        the loss is least, instead of ``optimizer.step()``. ``closure`` returns loss and output of the model."""
+        """Move the parameters along the preconditioned gradients; call it instead of ``optimizer.step()``.
+
+        Step length and momentum minimize the quadratic model of the loss. ``closure`` evaluates the model on this batch
+        and returns the loss and the model's output.
+        """
         parameters = [p for p in self._parameters() if p.grad is not None]
-        quadratic.take(self._runner, self._model, parameters, self._moves, self._run, closure, self._optimizer)
+        quadratic.check_settings(self.settings, has_terms=self._collector.has_terms)
+        levenberg_marquardt.check_unscaled(self._collector.scaler, self._optimizer)
+        context, transport = self._engine.context, self._engine.transport
+        quadratic.take(context, transport, self._model, parameters, self._moves, self._run, closure)
 
     def set_terms(self, n: Tensor | float, mask: Tensor | None = None) -> None:
-        """Say that the next backward pass is a mean over ``n`` terms (padding, ignored labels), before it runs.
+        """Declare, before it runs, that the next backward pass is of a mean over ``n`` terms.
 
-        ``mask``, True where a position counts, keeps padding out of A in the layers that see each position.
+        ``n`` does not count padding and ignored labels. ``mask``, True where a position counts, excludes padding from A
+        in layers that see every position.
         """
         if not isinstance(n, Tensor) and not n > 0:
             raise ValueError(f"set_terms(n={n!r}): n is the number of terms of the loss and must be > 0")
-        self._tape.set_terms(n, mask)
+        self._collector.set_terms(n, mask)
 
     def discard(self) -> None:
-        """Forget the statistics since the last step, for a loop that drops a backward pass it has run."""
-        self._tape.discard()
+        """Discard the statistics since the last step, for a training loop that drops a backward pass."""
+        self._collector.discard()
 
     def factors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the running factors held here, ``{layer: {key: tensor}}``; a single block's dimension is squeezed.
+        """Return the running factors that this rank holds, as ``{layer: {key: tensor}}``.
 
-        Under torch.distributed each rank holds what it decomposes.
+        A tensor is ``[blocks, d, d]``, or ``[blocks, d]`` if diagonal; a single block is squeezed. Under
+        torch.distributed, each rank holds the factors that it decomposes.
         """
-        result: dict[str, dict[str, Tensor]] = {}
-        for name, state in self._runner.states.items():
-            means = {key: average.mean() for key, average in state.running.items()}
-            result[name] = {key: m.squeeze(0) if m.shape[0] == 1 else m for key, m in means.items()}
-        return result
+        return {name: state.factors() for name, state in self._engine.states.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the last step as floats, for any logger. Waits for the device."""
-        runner = self._runner
-        return report.metrics(runner.step, self.settings, runner.counters, runner.device, self._tape.num_abandoned)
+        """Return the metrics of the last step as floats, for any logger. Synchronizes with the device."""
+        metrics, abandoned = self._engine.metrics, self._collector.num_abandoned
+        step = self._engine.step
+        return report.metrics(step, self.settings, metrics.counters, metrics.device_metrics, abandoned)
 
     def report(self) -> dict[str, Any]:
-        """Return counters, memory in bytes, seconds by stage and what travels. Waits for the device."""
+        """Return counters, memory in bytes, seconds by stage and the plan's transfers. Synchronizes with the device."""
+        engine = self._engine
         counters = {key: int(value) for key, value in self.metrics().items() if key in report.COUNTERS}
-        return report.full(self._runner, counters)
+        return report.full(
+            engine.step, counters, engine.states, self._collector.timer.seconds(), engine.metrics.tf32_unsafe_layers,
+            engine.refresher.staleness, engine.transport,
+        )  # fmt: skip
 
     def state_dict(self, *, decompositions: bool = True, gather: bool = False) -> dict[str, Any]:
-        """Return the state by layer name: tensors, numbers and strings only.
+        """Return the state by layer name, as tensors, numbers and strings.
 
-        Without ``decompositions`` it is about half as large; the first measured step after loading decomposes anew,
-        so it does not resume bitwise. Under torch.distributed each rank returns what it holds, as
-        ``torch.distributed.checkpoint`` wants it; with ``gather``, called on all ranks, rank 0 returns everything and
-        the others an empty dict. It loads on any number of ranks under any strategy.
+        It loads on any number of ranks and under any strategy. Under torch.distributed, each rank returns what it
+        holds, as ``torch.distributed.checkpoint`` expects.
+
+        Args:
+            decompositions: if False, the state is about half as large, but does not resume bitwise: the first measured
+                step after loading decomposes again.
+            gather: collect the state on rank 0; other ranks return an empty dict. All ranks must call it.
         """
-        runner = self._runner
-        runner.settle()
+        engine = self._engine
+        engine.settle()
+        counters = {**engine.metrics.counters, "abandoned": self._collector.num_abandoned}
         state = checkpoint.save(
-            runner.states,
-            self._runner.by_name,
-            runner.holds,
-            step=runner.step,
-            counters={**runner.counters, "abandoned": self._tape.num_abandoned},
-            device=runner.device,
-            decompositions=decompositions,
-            **runner.saved(),
-        )
+            engine.states, engine.ranks.by_name, engine.ranks.holds, step=engine.step, counters=counters,
+            device=engine.metrics.device_metrics, decompositions=decompositions, **engine.refresher.saved(engine.ranks),
+        )  # fmt: skip
         state["share"] = self.settings.share
-        if isinstance(self.settings.damping, trust.LevenbergMarquardt):
+        if isinstance(self.settings.damping, levenberg_marquardt.LevenbergMarquardt):
             state["damping"] = self.settings.damping.value
-        if self.settings.share == "weights" and not adam.hides(self.settings, self._optimizer):
-            for layer in filter(lambda la: runner.steps(la.name), self.layers):
-                state["layers"][layer.name]["optimizer"] = owned.save(self._optimizer, layer)
+        if self.settings.share == "weights" and not optimizer_rules.hides(self.settings, self._optimizer):
+            owned = [layer for layer in self.layers if engine.ranks.steps(layer.name)]
+            optimizer_state.save_owned(self._optimizer, owned, state)
         state |= quadratic.saved(self._model, self._moves)
-        if gather and runner.exchange is not None:
-            parts = runner.exchange.gather_state(state)
-            return {} if parts is None else checkpoint.merge(parts)
-        return state
+        if not gather:
+            return state
+        parts = engine.transport.gather(state)
+        return {} if parts is None else checkpoint.merge(parts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state saved by ``state_dict``, on any device, any number of ranks and under any strategy.
+        """Load a state that :meth:`state_dict` returned, on any device, any number of ranks and any strategy.
 
-        Under torch.distributed all ranks load. With ``share="weights"`` load the optimizer's state first.
+        Under torch.distributed, all ranks must call it. With ``share="weights"``, load the optimizer's state first.
         """
-        runner = self._runner
-        loaded = checkpoint.load(state, runner.by_name, runner.holds)
-        self._tape.num_abandoned = loaded.counters.pop("abandoned", 0)
-        if isinstance(self.settings.damping, trust.LevenbergMarquardt):
+        engine = self._engine
+        loaded = restore.load(state, engine.ranks.by_name, engine.ranks.holds)
+        self._collector.count_abandoned(loaded.counters.pop("abandoned", 0))
+        if isinstance(self.settings.damping, levenberg_marquardt.LevenbergMarquardt):
             self.settings.damping.value = float(state.get("damping", self.settings.damping.value))
-        runner.resume(loaded)
-        for layer in () if adam.hides(self.settings, self._optimizer) else self.layers:
-            saved = state["layers"][layer.name].get("optimizer")
-            if not saved and state.get("share") == "weights" and runner.steps(layer.name):
-                report.warn_of_lost_optimizer(layer.name)
-            if saved and runner.steps(layer.name):
-                owned.load(self._optimizer, layer, saved)
+        engine.resume(loaded)
+        if not optimizer_rules.hides(self.settings, self._optimizer):
+            owned = [layer for layer in self.layers if engine.ranks.steps(layer.name)]
+            optimizer_state.load_owned(self._optimizer, owned, state)
         self._moves = quadratic.loaded(self._model, state)
-        self._tape.discard()
+        self._collector.discard()
         self._plan_next()
 
     def close(self) -> None:
-        """Remove every hook; the optimizer steps on raw gradients again."""
-        self._give_back()
-        self._runner.close()
+        """Remove all hooks. The optimizer then steps on raw gradients again."""
+        self._hooks.give_back()
+        self._engine.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         if not self._closed:
             for layer in self.layers:
-                _ATTACHED.pop(layer.module, None)
-            if self._runner.exchange is not None:
-                self._runner.exchange.groups.close()
+                attach.ATTACHED.pop(layer.module, None)
+            self._engine.transport.close()
         self._closed = True
 
     def __enter__(self) -> KFAC:
@@ -240,18 +251,13 @@ class KFAC:
         self.close()
 
     def __repr__(self) -> str:
-        return report.table(self.layers, self.left, self._runner.states)
+        return report.table(self.layers, self.left, self._engine.states)
 
     # --- uneven inputs: ``Join([model, kfac])`` --------------------------------------------------------------
 
     def join_hook(self, **_: Any) -> Any:
-        """Return what this rank does for K-FAC once it has run out of batches, a step for each of the others'."""
-        plan = self._runner.plan
-        if any(len(p.preconditioned_by) < plan.world_size for p in plan.placements):
-            raise ValueError(
-                f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "
-                f'have no gradient; uneven inputs need strategy="comm-opt" or "replicated"'
-            )
+        """Return the hook that takes part in the other ranks' K-FAC steps once this rank has run out of batches."""
+        attach.check_uneven_inputs(self.plan)
         return join.hook(self._shadow)
 
     @property
@@ -264,87 +270,30 @@ class KFAC:
 
     def _shadow(self) -> None:
         with torch.no_grad():
-            self._runner.shadow_step()
+            self._engine.shadow_step()
         self._plan_next()
 
-    def _before_forward(self) -> None:
-        """In the model's forward, where there are several ranks."""
-        if not self._join_config.enable and join.ddp_joins():
-            raise RuntimeError(
-                "uneven inputs: K-FAC's ranks would wait for one that has run out of batches; use "
-                "torch.distributed.algorithms.Join([model, kfac]) instead of model.join()"
-            )
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The optimizer's pre-hook. A closure computes the gradients later, so it is wrapped."""
-        if not self._steps.enter():
-            return None
-        self._give_back()  # of a step that did not end
-        closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            if not loop.is_dummy(optimizer, self._parameters()):
-                self._run(None)
-            return None
-
-        def preconditioned() -> Any:
-            loss = closure()
-            self._run(None)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], preconditioned, *args[2:]), kwargs
-        return args, {**kwargs, "closure": preconditioned}
-
-    def _hide_stepped(self) -> None:
-        """Take the gradients away whose step has been taken: the optimizer leaves such parameters alone."""
-        for p in self._runner.stepped:
-            self._hidden.append((p, p.grad))
-            p.grad = None
-        self._runner.stepped.clear()
-
-    def _give_back(self) -> None:
-        """Put hidden gradients back where there are no others."""
-        for p, grad in self._hidden:
-            p.grad = grad if p.grad is None else p.grad
-        self._hidden.clear()
-
-    def _after_step(self, *_: Any) -> None:
-        """The optimizer's post-hook: give gradients back, and share what is stepped by its owner alone."""
-        if not self._steps.leave():
-            return
-        self._give_back()
-        if self._runner.grafts is not None:
-            self._runner.grafts.finish()
-            self._runner.grafts = None
-        if self._stepped:
-            self._stepped = False
-            self._runner.share_weights()
-
     def _run(self, lr: float | None = None) -> None:
-        """Take K-FAC's part of a step, whatever precision the loop runs in."""
+        """Run K-FAC's part of a step, independent of the loop's autocast context."""
         if self._closed:
             raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
-        loop.check_scaler(self._optimizer, has_scaler=self._probe.has_scaler)
-        check_world(self._runner.plan.world_size, self._process_group)
-        needs_rates = self.settings.rescale in held.HELD and not self._runner.is_adam
-        rates = loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
+        training_loop.check_scaler(self._optimizer, has_scaler=self._capture.has_scaler)
+        attach.check_world(self.plan.world_size, self._process_group)
+        needs_rates = self.settings.rescale in trust_region.HELD and not self.settings.takes_steps
+        rates = training_loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
         with torch.no_grad(), torch.autocast(self.join_device.type, enabled=False):
-            self._runner.take_step(self._optimizer, self._parameters(), rates)
-        self._stepped = True
-        self._hide_stepped()
+            done = self._engine.take_step(self._optimizer, self._parameters(), rates)
+        self._hooks.begin(done)
         self._plan_next()
 
     def _plan_next(self) -> None:
-        """Decide what the coming step measures, before its forward."""
-        self._runner.plan_next()
-        self._probe.measuring = self._runner.measuring
-        self._probe.forget_sizes()
-        self._tape.forget_terms()
+        """Decide what the next step measures. Called before its forward pass."""
+        context = self._engine.plan_next()
+        self._capture.begin_step(measuring=context.measures)
+        self._collector.forget_terms()
 
     def _parameters(self) -> list[Tensor]:
-        """What the coming step will update."""
+        """Return the parameters that the next step will update."""
         if self._optimizer is None:
             return list(self._model.parameters())
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -5,6 +5,7 @@ import itertools
 import reference as ref
 import torch
 import torch.nn.functional as F
+from helpers_settings import arranged
 from torch import nn
 
 from dkfac import KFAC
@@ -179,7 +180,7 @@ def assert_factors(actual, expected, tol=1e-10):
 
 def one_step(model, x, target, *, loss=square_loss, terms=None, **options):
     """Take one K-FAC step; returns the factors and, by layer, the gradient before and after, ``[B, O, I]``."""
-    with KFAC(model, **(PLAIN | options)) as kfac:
+    with KFAC(model, **arranged(PLAIN | options)) as kfac:
         modules = {layer.name: layer.module for layer in kfac.layers}
         model.zero_grad()
         (loss(model(x), target) / (terms or len(x))).backward()

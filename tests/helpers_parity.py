@@ -10,12 +10,13 @@ import reference as ref
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers_settings import arranged
 from torch import nn
 
 from dkfac import KFAC
+from dkfac.config.settings import Settings
 from dkfac.layers.find import find_layers
 from dkfac.plan.make import Choices, make_plan
-from dkfac.settings import Settings
 
 EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 2, "inverse_interval": 4, "damping": 1e-3}
 SGD = {"lr": 0.05, "momentum": 0.9}
@@ -137,7 +138,7 @@ def train(rank=0, world_size=1, *, net="deep", steps=STEPS, dtype=torch.float64,
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     if net == "language":
         options = {"loss_terms": "token"} | options
-    KFAC(model, optimizer, **(EXACT | options))
+    KFAC(model, optimizer, **arranged(EXACT | options))
     for step in range(steps):
         x, y = (part(t, rank, world_size) for t in batch(step, net, dtype))
         optimizer.zero_grad()
@@ -171,7 +172,7 @@ def train_unevenly(rank, steps, *, net="deep", average=average_in_one, wrap=None
     model = build(net)
     wrapped = model if wrap is None else wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    kfac = KFAC(wrapped, optimizer, **(EXACT | options))
+    kfac = KFAC(wrapped, optimizer, **arranged(EXACT | options))
     how = options.get("accumulate", "mean")
     for shards in steps:
         mine, total = shards[rank], sum(terms_of(y) for own in shards for _, y in own)

@@ -12,9 +12,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -22,10 +21,12 @@ from helpers_ranks import on_processes
 from torch import nn
 
 import dkfac
-from dkfac.cli import train
-from dkfac.cli.main import Parser, main
-from dkfac.cli.run import read_options
-from dkfac.settings import _CHOICES, Settings
+from dkfac.config.row import rows_by_name
+from dkfac.config.settings import Settings
+from dkfac.experimental.settings import ExperimentalSettings
+from dkfac.tools.cli import train
+from dkfac.tools.cli.main import Parser, main
+from dkfac.tools.cli.run import read_options
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -164,8 +165,9 @@ def test_a_command_of_the_pages_is_understood(line, words, monkeypatch):
 
 
 def test_settings_that_the_pages_name_take_the_values_they_name():
-    allowed = {name: get_args(kinds) for name, kinds, _ in _CHOICES}
-    known = {field.name for field in fields(Settings)}
+    rows = [*rows_by_name(Settings).items(), *rows_by_name(ExperimentalSettings).items()]
+    allowed = {name: [choice for other, row in rows if other == name for choice in row.choices] for name, _ in rows}
+    known = {name for name, choices in allowed.items() if choices}
     number = 0
     for page in PAGES:
         for name, value in re.findall(r'`(?:[^`\n]*[ (])?(\w+)="([\w-]+)"[^`\n]*`', page.read_text()):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_settings import arranged
 from torch import nn
 
 import dkfac
@@ -54,7 +55,13 @@ def test_ordinary_and_factor_steps_never_wait_for_the_device(options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options = {"norm_form": "unit", **EXACT, **options}
     kfac = dkfac.KFAC(
-        model, optimizer, announce=False, factor_interval=2, inverse_interval=8, warmup_refresh=None, **options
+        model,
+        optimizer,
+        announce=False,
+        factor_interval=2,
+        inverse_interval=8,
+        warmup_refresh=None,
+        **arranged(options),
     )
     data = batches(9, "cuda")
     for step, (x, y) in enumerate(data):
@@ -193,7 +200,7 @@ CHOSEN = [
 def test_what_is_chosen_on_a_gpu_trains(kind, options, precision):
     model = build().to("cuda", torch.float64 if precision == torch.float64 else torch.float32)
     optimizer = kind(model.parameters(), lr=0.05 if kind is torch.optim.SGD else 5e-3)
-    with dkfac.KFAC(model, optimizer, announce=False, **options) as kfac:
+    with dkfac.KFAC(model, optimizer, announce=False, **arranged(options)) as kfac:
         can_capture = kind is not torch.optim.SGD or options.get("rescale") != "kl-clip"
         assert kfac.settings.tf32
         assert kfac.settings.solver == ("cholesky" if kfac.settings.curvature == "kfac" else "warm-eigen")
@@ -207,6 +214,6 @@ def test_what_is_chosen_on_a_gpu_trains(kind, options, precision):
             optimizer.step()
             losses.append(loss.detach())
         assert losses[-1] < 0.5 * losses[0], [float(loss) for loss in losses[::10]]
-        assert (kfac._runner.graph._writing._graph is not None) == can_capture
+        assert (kfac._engine.graph._writing._graph is not None) == can_capture
         counters = kfac.report()["counters"]
         assert not any(number for name, number in counters.items() if name.startswith("fallbacks")), counters

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_settings import arranged
 from torch import nn
 
 from dkfac import KFAC
@@ -33,7 +34,7 @@ def train(backend, steps=STEPS, lag=3, **options):
     given = {"inverse_lag": lag, "inverse_backend": backend} if lag else {}
     rhythm = {"factor_interval": 1, "inverse_interval": 5, "warmup_refresh": None, "announce": False}
     rhythm |= {"solver": "eigen", "tf32": False, "cuda_graph": False, "spread_refresh": 1}
-    kfac = KFAC(model, optimizer, damping=1e-2, **(given | rhythm | options))
+    kfac = KFAC(model, optimizer, damping=1e-2, **arranged(given | rhythm | options))
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(steps):
         x = torch.randn(16, 3, 16, 16, generator=generator, device="cuda", dtype=torch.float64)
@@ -61,8 +62,8 @@ def test_it_is_chosen_by_the_users_precision():
     try:
         torch.set_float32_matmul_precision("high")
         _, kfac = train("auto")
-        assert kfac._runner.later.rounds
+        assert kfac._engine.refresher.async_refresh.rounds
     finally:
         torch.set_float32_matmul_precision(before)
     _, kfac = train("auto")
-    assert not kfac._runner.later.rounds
+    assert not kfac._engine.refresher.async_refresh.rounds

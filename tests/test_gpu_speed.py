@@ -104,7 +104,7 @@ def test_a_graph_takes_the_same_steps(options, precision):
 @pytest.mark.parametrize("options", [*QUIET, {"cuda_graph": True}, {"cuda_graph": True, "spread_refresh": 5}], ids=str)
 def test_no_step_waits_for_the_device_not_even_a_refresh(options):
     _, kfac = train(look=True, **options)
-    assert kfac._runner.counters["ok"] > 0
+    assert kfac._engine.metrics.counters["ok"] > 0
 
 
 def test_factors_in_bfloat16_equal_those_of_the_same_rows_in_float64():
@@ -153,4 +153,4 @@ def test_running_factors_stay_positive_wherever_tensors_come_to_lie():
         for factor in factors.values():
             values = torch.linalg.eigvalsh(factor.double())
             assert values[0] > -1e-5 * values[-1]
-    assert kfac._runner.counters["ok"] > 0
+    assert kfac._engine.metrics.counters["ok"] > 0

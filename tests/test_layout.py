@@ -15,117 +15,58 @@ PACKAGE = Path(dkfac.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 ANY = None
 
-MAY_IMPORT = {
-    "ops": {"ops"},
-    "plan": {"plan"},
-    "measure": {"comm", "kfac", "layers", "measure", "ops", "plan", "settings"},
-    "charts": {"plan"},
-    "cli": ANY,
-    "__main__": {"cli"},
-    "comm": {"comm", "plan"},
-    "layers": {"layers", "ops", "plan", "settings"},
-    "checks": {"settings"},
-    "rhythm": set(),
-    "settings": {"checks", "rhythm"},
-    "state": {"layers", "ops", "plan"},
-    "sums": {"layers", "ops", "plan", "settings", "window"},
-    "engine": set(),
-    "tape": {"engine", "layers", "ops", "overlap", "plan", "settings", "sums", "timing", "waiting", "window"},
-    "calls": {"layers", "ops", "settings", "sums", "window"},
-    "waiting": {"calls", "layers", "replay", "tape", "window"},
-    "window": set(),
-    "capture": {"exact", "layers", "nodes", "settings", "tape"},
-    "nodes": {"exact", "settings", "tape"},
-    "exact": {"engine", "layers", "settings", "tape"},
-    "refresh": {"ops", "settings"},
-    "stacks": {"layers", "ops", "state"},
-    "stages": {"layers", "ops", "plan", "refresh", "run", "settings", "stacks", "state"},
-    "renew": {"inplace", "layers", "ops", "replay", "run", "stacks", "stages"},
-    "inplace": {"ops", "run", "settings", "stacks", "stages", "state"},
-    "replay": {"ops"},
-    "adam_graph": {"adam", "adaptive", "layers", "ops", "run", "stacks"},
-    "held": {"layers", "ops", "settings", "stacks"},
-    "graph": {"adam_graph", "held", "ops", "replay", "run", "stacks", "stages"},
-    "adam": {"layers", "ops", "settings", "stacks", "state"},
-    "adaptive": {"adam", "layers", "ops", "stacks", "state"},
-    "updates": {"adam", "adaptive", "exchange", "held", "layers", "ops", "run", "shares", "stacks", "stages"},
-    "exchange": {"comm", "ops", "plan"},
-    "shares": {"exchange", "layers", "ops", "plan", "refresh", "run", "settings", "stages"},
-    "first": {"inplace", "layers", "ops", "run", "shares", "stages"},
-    "decomposing": {"conclude", "exchange", "first", "layers", "ops", "run", "shares", "stages", "staleness"},
-    "staleness": {"layers", "ops", "reduce", "run", "settings", "shares", "stages", "state"},
-    "later": {"layers", "ops", "run", "settings", "shares", "stages", "state"},
-    "run": {
-        "absorb",
-        "adaptive",
-        "checkpoint",
-        "decomposing",
-        "exchange",
-        "graph",
-        "health",
-        "later",
-        "layers",
-        "notices",
-        "ops",
-        "overlap",
-        "plan",
-        "reduce",
-        "refresh",
-        "renew",
-        "crew",
-        "settings",
-        "shares",
-        "stacks",
-        "stages",
-        "staleness",
-        "state",
-        "tape",
-        "updates",
-        "window",
-    },
-    "report_page": {"plan", "report_page"},
-    "report": {"layers", "plan", "run", "settings", "state"},
-    "checkpoint": {"layers", "ops", "plan", "settings", "state"},
-    "owned": {"layers"},
-    "loop": set(),
-    "crew": {
-        "KFAC",
-        "comm",
-        "distributed",
-        "kfac",
-        "layers",
-        "plan",
-        "reduce",
-        "refresh",
-        "crew",
-        "run",
-        "settings",
-        "shares",
-        "stages",
-        "state",
-    },
-    "quadratic": {"comm", "exact", "exchange", "run", "settings", "trust"},
-    "trust": {"comm", "exchange", "layers", "ops", "run"},
-    "overlap": {"comm", "exchange", "layers", "reduce", "sums", "tape"},
-    "conclude": {"exchange", "plan", "reduce", "run"},
-    "absorb": {"ops", "plan", "reduce", "replay", "run", "stacks", "stages", "window"},
-    "reduce": {"comm", "exchange", "ops", "plan", "run", "stages", "window"},
-    "timing": set(),
-    "notices": {"layers"},
-    "health": set(),
-    "attach": {"comm", "exchange", "layers", "plan", "settings"},
-    "profile": {"adam", "comm", "settings"},
-    "kfac": ANY,
-    "recipes": {"recipes", "KFAC", "Settings", "distributed"},
-    "distributed": set(),
-    "advice": set(),
-    "__init__": {"advice", "distributed", "crew", "kfac", "settings", "trust"},
-}
-"""First name below dkfac -> the first names it may import; recipes use the public names alone."""
+LEVELS = (
+    ("ops", "plan", "config"),
+    ("layers", "comm"),
+    ("capture",),
+    ("factors",),
+    ("decompose",),
+    ("precondition",),
+    ("state", "workers", "experimental"),
+    ("runtime",),
+    ("kfac",),
+    ("tools",),
+)
+"""A package may import itself and what stands above it in this list."""
+
+APART = {"ops": {"ops"}, "plan": {"plan"}, "config": {"config"}, "comm": {"comm", "ops", "plan"}}
+"""Packages that import less than their place allows."""
+
+TOP = {"__init__", "__main__", "distributed"}
+"""Modules beside the packages: the public names, ``python -m dkfac``, and how to join torchrun's ranks."""
+
+
+def may_import(package):
+    if package in TOP | {"tools"}:
+        return ANY
+    place = next(i for i, names in enumerate(LEVELS) if package in names)
+    return APART.get(package) or {package, "distributed", *(name for names in LEVELS[:place] for name in names)}
+
+
+def table():
+    """The packages in order, as ``docs/architecture.md`` has them."""
+    rows = ["| package | what it is | imports |", "|---|---|---|"]
+    for package in (name for names in LEVELS for name in names):
+        allowed = may_import(package)
+        said = "anything" if allowed is ANY else ", ".join(sorted(allowed - {package, "distributed"})) or "nothing"
+        where = PACKAGE / package / "__init__.py"
+        about = ast.get_docstring(ast.parse((where if where.exists() else PACKAGE / f"{package}.py").read_text()))
+        rows.append(f"| `{package}{'/' if where.exists() else '.py'}` | {' '.join(about.split())} | {said} |")
+    return "\n".join(rows)
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "architecture.md"
+BEGIN, END = "<!-- written by tests/test_layout.py: begin -->", "<!-- written by tests/test_layout.py: end -->"
+
+
+def test_the_documentation_has_the_import_table():
+    """Written by ``python tests/test_layout.py``."""
+    text = DOCS.read_text()
+    assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip() == table()
 
 
 def part(path):
-    """``dkfac/ops/factors.py -> ops``, ``dkfac/run.py -> run``."""
+    """``dkfac/ops/factors.py -> ops``, ``dkfac/runtime/engine.py -> run``."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -146,16 +87,23 @@ def imports(path):
 
 
 def test_the_import_table_names_exactly_the_parts_that_exist():
-    assert {part(path) for path in FILES} == set(MAY_IMPORT)
+    assert {part(path) for path in FILES} == TOP | {name for names in LEVELS for name in names}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_only_what_the_table_allows(path):
-    allowed = MAY_IMPORT[part(path)]
+def test_a_file_imports_only_what_stands_above_it(path):
+    allowed = may_import(part(path))
     used = {name.split(".")[1] for name in imports(path) if name.startswith("dkfac.")}
-    assert "dkfac" not in imports(path) or part(path) == "recipes"
+    assert "dkfac" not in imports(path) or part(path) == "tools"
     if allowed is not ANY:
-        assert used <= allowed
+        assert used - allowed == set()
+
+
+def test_recipes_use_the_public_names_alone():
+    for path in sorted((PACKAGE / "tools" / "recipes").rglob("*.py")):
+        used = [name for name in imports(path) if name.startswith("dkfac")]
+        own = [name for name in used if not name.startswith("dkfac.tools.recipes")]
+        assert {name.removeprefix("dkfac.") for name in own} <= {"dkfac", "KFAC", "Settings", "distributed"}, path
 
 
 def test_imports_are_read_in_all_their_forms(tmp_path, monkeypatch):
@@ -164,11 +112,11 @@ def test_imports_are_read_in_all_their_forms(tmp_path, monkeypatch):
     file = tmp_path / "ops" / "x.py"
     file.parent.mkdir()
     file.write_text(
-        "import dkfac.run\nfrom dkfac import tape\nfrom dkfac.plan.spec import LayerSpec\n"
-        "def f():\n    from ..state import Average\n    from . import rescale\n    import torch.distributed as dist\n"
+        "import dkfac.runtime\nfrom dkfac import kfac\nfrom dkfac.plan.spec import LayerSpec\n"
+        "def f():\n    from ..state import checkpoint\n    from . import rescale\n    import torch.distributed as d\n"
     )
     found = imports(file)
-    for name in ("dkfac.run", "dkfac.tape", "dkfac.plan.spec", "dkfac.state", "dkfac.ops", "torch.distributed"):
+    for name in ("dkfac.runtime", "dkfac.kfac", "dkfac.plan.spec", "dkfac.state", "dkfac.ops", "torch.distributed"):
         assert name in found, name
 
 
@@ -210,10 +158,12 @@ def test_only_comm_uses_torch_distributed():
     assert {name: used for name, used in found.items() if used} == {}
 
 
-def test_sub_package_init_files_are_empty():
+def test_sub_package_init_files_have_a_docstring_at_most():
     found = [path for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]
     assert {path.parent.name for path in found} >= {"layers", "ops", "plan"}
-    assert [path for path in found if path.read_text().strip()] == []
+    for path in found:
+        body = ast.parse(path.read_text()).body
+        assert body == [] or (len(body) == 1 and isinstance(body[0], ast.Expr)), path
 
 
 def test_the_public_names_are_exactly_all():
@@ -261,3 +211,8 @@ def test_the_plan_code_uses_nothing_but_the_standard_library():
 def test_files_are_of_readable_length():
     long = {str(path.relative_to(PACKAGE)): n for path in FILES if (n := len(path.read_text().splitlines())) > 350}
     assert long == {}
+
+
+if __name__ == "__main__":
+    text = DOCS.read_text()
+    DOCS.write_text(text[: text.index(BEGIN) + len(BEGIN)] + "\n" + table() + "\n" + text[text.index(END) :])

@@ -1,0 +1,3 @@
+"""Process groups, collectives, agreement between ranks, Join, and the transport that carries out a program. The only
+home of torch.distributed beside ``distributed.py``.
+"""

@@ -1,4 +1,8 @@
-"""Agreement between ranks: the same plan before the first collective, one rank's error on all."""
+"""Agreement between ranks: equal plans before the first collective, and one rank's error raised on all.
+
+Input: what this rank describes, says or failed with. Output: the same of other ranks. Owns: nothing. Every function is
+a collective.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dkfac.comm.collectives import all_gather, broadcast
+from dkfac.comm.collectives import all_gather, broadcast_from
 from dkfac.comm.groups import Groups
 from dkfac.plan.plan import difference
 
@@ -18,16 +22,16 @@ MESSAGE_BYTES = 2048
 
 
 def check_same(groups: Groups, description: dict[str, Any], device: torch.device) -> None:
-    """Raise on every rank if one describes itself otherwise than rank 0, and say who, where and how."""
+    """Raise on every rank if one rank's description differs from rank 0's; the message names rank and difference."""
     text = json.dumps(description, default=str).encode()
     digest = hashlib.sha256(text).digest()
     digests = all_gather(_bytes(digest, device), groups.everyone).wait().view(groups.world_size, -1)
     different = (digests != digests[0]).any(1).nonzero().flatten().tolist()
     if not different:
         return
-    size = broadcast(torch.tensor([len(text)], device=device), groups.global_rank(0), groups.everyone).wait()
+    size = broadcast_from(torch.tensor([len(text)], device=device), groups.global_rank(0), groups.everyone).wait()
     reference = _bytes(text, device) if groups.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
-    first = json.loads(_text(broadcast(reference, groups.global_rank(0), groups.everyone).wait()))
+    first = json.loads(_text(broadcast_from(reference, groups.global_rank(0), groups.everyone).wait()))
     mine = difference(json.loads(text), first) or "nothing that can be shown"
     said = exchange_text(groups, mine, device)
     rank = different[0]
@@ -40,22 +44,22 @@ def check_same(groups: Groups, description: dict[str, Any], device: torch.device
 
 
 def exchange_text(groups: Groups, text: str, device: torch.device) -> list[str]:
-    """Return what each rank says, cut to a fixed length."""
+    """Return the text of each rank, truncated to a fixed length."""
     buffer = _bytes(text.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), device)
     gathered = all_gather(buffer, groups.everyone).wait().view(groups.world_size, -1)
     return [_text(row) for row in gathered]
 
 
 def tell(groups: Groups, text: str, device: torch.device) -> str:
-    """Return what rank 0 says, on all ranks."""
+    """Return rank 0's text, on all ranks."""
     size = torch.tensor([len(text.encode())], device=device)
-    broadcast(size, groups.global_rank(0), groups.everyone).wait()
+    broadcast_from(size, groups.global_rank(0), groups.everyone).wait()
     said = torch.empty(int(size), dtype=torch.uint8, device=device) if groups.rank else _bytes(text.encode(), device)
-    return bytes(broadcast(said, groups.global_rank(0), groups.everyone).wait().tolist()).decode()
+    return bytes(broadcast_from(said, groups.global_rank(0), groups.everyone).wait().tolist()).decode()
 
 
 def raise_everywhere(groups: Groups, error: BaseException | None, device: torch.device) -> None:
-    """Raise one rank's error on all; called on all ranks once they know that there is one."""
+    """Raise one rank's error on all ranks. A collective, called once all ranks know that one failed."""
     said = exchange_text(groups, "" if error is None else f"{type(error).__name__}: {error}", device)
     rank = next((r for r, text in enumerate(said) if text), None)
     where = "" if rank is None else f"rank {rank} failed in K-FAC's part of the step: {said[rank]}"

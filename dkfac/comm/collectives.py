@@ -1,6 +1,7 @@
 """Collectives on flat contiguous buffers: the only calls of torch.distributed that move tensors.
 
-gloo silently corrupts what is not contiguous, so every function here checks. Each returns a ``Pending``.
+Input: a buffer and a process group. Output: a :class:`Pending`. Owns: nothing. gloo silently corrupts buffers that are
+not contiguous, so every function checks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(slots=True)
 class Pending:
-    """A transfer that was launched. ``wait`` returns its result; on CUDA it only orders the stream."""
+    """A collective that was launched. ``wait`` returns its result; on CUDA only the current stream waits."""
 
     work: Any
     finish: Callable[[], Tensor]
@@ -36,7 +37,7 @@ class Pending:
 
 
 listener: Callable[[str, float, float], None] | None = None
-"""Who is told of each transfer, when it was launched and when it had arrived."""
+"""Called with the kind of each collective, when it was launched and when it was complete."""
 
 
 def all_reduce(flat: Tensor, group: Any) -> Pending:
@@ -45,10 +46,10 @@ def all_reduce(flat: Tensor, group: Any) -> Pending:
 
 
 def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending:
-    """Return this member's chunk of the sum.
+    """Return this rank's chunk of the sum.
 
     On the CPU, and for half precision anywhere, the chunks are exchanged and added in rank order, in ``accumulate``:
-    gloo's own reduce-scatter sends as much as an all-reduce, and NCCL's adds in half precision.
+    gloo's own reduce-scatter sends as much as an all-reduce, and NCCL's accumulates in half precision.
     """
     _check(flat)
     world = dist.get_world_size(group)
@@ -63,21 +64,21 @@ def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending
 
 
 def exchange(chunk: Tensor, send: list[int], receive: list[int], group: Any) -> Pending:
-    """Send so many elements to each member and return what the members sent here, in their order."""
+    """Send ``send[i]`` elements to rank i of the group; return what the ranks sent here, in their order."""
     _check(chunk)
     received = chunk.new_empty(sum(receive))
     work = dist.all_to_all_single(received, chunk, receive, send, group=group, async_op=True)
     return Pending(work, lambda: received, "all-to-all")
 
 
-def broadcast(flat: Tensor, root: int, group: Any) -> Pending:
-    """``root``: by its rank in the whole world, as torch.distributed counts."""
+def broadcast_from(flat: Tensor, root: int, group: Any) -> Pending:
+    """``root``: the global rank, as in torch.distributed."""
     _check(flat)
     return Pending(dist.broadcast(flat, root, group=group, async_op=True), lambda: flat, "broadcast")
 
 
 def all_gather(chunk: Tensor, group: Any) -> Pending:
-    """Return the members' chunks, in their order."""
+    """Return the chunks of all ranks of the group, in their order."""
     _check(chunk)
     gathered = chunk.new_empty(chunk.numel() * dist.get_world_size(group))
     return Pending(_all_gather(gathered, chunk, group=group, async_op=True), lambda: gathered, "all-gather")

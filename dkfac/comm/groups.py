@@ -1,4 +1,8 @@
-"""Process groups of K-FAC's own, so that its collectives cannot interleave with DDP's."""
+"""Process groups for K-FAC alone, so that its collectives cannot interleave with DDP's.
+
+Input: the user's process group, and the sets of ranks that a program names. Output: process groups. Owns: the groups
+that it creates.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,18 @@ def world_size(group: Any = None) -> int:
 
 
 _KEPT: WeakKeyDictionary[Any, dict[Ranks, Any]] = WeakKeyDictionary()
-"""Groups below a user's own group."""
+"""Subgroups of a user's own group."""
 
 
 def of_model(model: Any) -> Any:
-    """Return the process group of a DDP, None if it is the whole world's or the model is no DDP."""
+    """Return the process group of a DDP model; None if it is the default group or the model is not DDP."""
     if not isinstance(model, DistributedDataParallel):
         return None
     return None if model.process_group is dist.group.WORLD else model.process_group
 
 
 def ddp_will_synchronise() -> bool:
-    """Whether a DDP's forward runs now whose backward will average gradients: not under ``no_sync``."""
+    """Return whether a DDP forward is running whose backward will average gradients: not under ``no_sync``."""
     ddp = DistributedDataParallel._active_ddp_module
     return ddp is not None and bool(ddp.require_backward_grad_sync)
 
@@ -45,12 +49,12 @@ def only(groups: Groups) -> Any:
 
 
 def subgroup(ranks: Iterable[int]) -> Any:
-    """Return a group of some ranks of the world; every rank of the world calls this."""
+    """Return a group of some ranks of the world. A collective: every rank of the world calls this."""
     return dist.new_group(list(ranks), timeout=patience())
 
 
 def patience(parent: Any = None) -> datetime.timedelta | None:
-    """Return how long a group (None: the world) waits for its ranks, which torch does not hand on to new groups."""
+    """Return the timeout of a group (None: the default group), which torch does not pass on to new groups."""
     parent = dist.group.WORLD if parent is None else parent
     for kind in ("cuda", "cpu"):
         with contextlib.suppress(Exception):  # no such device, or a backend that does not say
@@ -59,15 +63,16 @@ def patience(parent: Any = None) -> datetime.timedelta | None:
 
 
 def store() -> Any:
-    """Return the key-value store of the world."""
+    """Return the key-value store of the default group."""
     return dist.distributed_c10d._get_default_store()
 
 
 class Groups:
-    """The groups of one attachment: all its ranks, and the subsets that a program names."""
+    """The process groups of one attachment: all its ranks, and the subsets that a program names."""
 
     def __init__(self, parent: Any = None) -> None:
-        """Every rank of ``parent`` (None: of the world) makes them, in the same order."""
+        """``parent``: the user's own group; None: the default group. Creates no group yet: ``make`` does, on all
+        ranks."""
         self.parent = parent
         self.world_size = world_size(parent)
         self.rank = dist.get_rank(parent)
@@ -78,17 +83,16 @@ class Groups:
             )
         self._global = tuple(range(self.world_size)) if parent is None else tuple(dist.get_process_group_ranks(parent))
         self._groups: dict[Ranks, Any] = {}
-        # What a process still holds of a group when the interpreter is torn down aborts it.
+        # A process that still refers to a group when the interpreter shuts down is aborted.
         weakref.finalize(self, self._groups.clear)
         self._everyone = tuple(range(self.world_size))
-        self._make(self._everyone)
 
     @property
     def everyone(self) -> Any:
         return self._groups[self._everyone]
 
     def make(self, wanted: Iterable[Ranks]) -> None:
-        """Make the groups that are not there yet, in this order."""
+        """Create the groups that do not exist yet, in this order."""
         for ranks in wanted:
             if ranks not in self._groups:
                 self._groups[ranks] = self._make(ranks)
@@ -100,7 +104,7 @@ class Groups:
         if self.parent is None:
             self._groups[ranks] = dist.new_group(members, timeout=patience())
             return self._groups[ranks]
-        # Other replicas of the user's own group make theirs at the same time, unknown to us. Such a group is named by
+        # Other replicas of the user's group create theirs at the same time, independently. Such a group is named by
         # its members, and its name cannot be used twice: it is kept for the next K-FAC.
         kept = _KEPT.setdefault(self.parent, {})
         if ranks not in kept:
@@ -115,12 +119,33 @@ class Groups:
         return self._global[rank]
 
     def close(self) -> None:
-        """Give the groups back, unless torch.distributed has ended already."""
+        """Destroy the groups, unless torch.distributed was shut down or they are kept for a user's own group."""
         groups = list(self._groups.items())
         self._groups.clear()
         if not dist.is_initialized() or self.parent is not None:
             return
         for ranks, group in groups:
             if self.rank in ranks:
-                with contextlib.suppress(ValueError, KeyError):  # it went with a world that has ended
+                with contextlib.suppress(ValueError, KeyError):  # already destroyed with its default group
                     dist.destroy_process_group(group)
+
+
+def make_groups(parent: Any = None) -> Groups:
+    """Return the groups of one attachment, with that of all its ranks. Every rank of ``parent`` calls this."""
+    groups = Groups(parent)
+    groups.make([tuple(range(groups.world_size))])
+    return groups
+
+
+class NoGroups(Groups):
+    """The groups of a single rank: none."""
+
+    def __init__(self) -> None:
+        self.parent, self.rank, self.world_size = None, 0, 1
+        self._global, self._groups, self._everyone = (0,), {}, (0,)
+
+    def make(self, wanted: Iterable[Ranks]) -> None:
+        """Do nothing: an empty program names no group."""
+
+    def close(self) -> None:
+        """Do nothing: there is no group to destroy."""

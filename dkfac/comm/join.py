@@ -1,4 +1,7 @@
-"""Uneven inputs: what K-FAC does on a rank that has run out of batches, under torch's ``Join`` context."""
+"""Uneven inputs: K-FAC on a rank that has run out of batches, in torch's ``Join`` context.
+
+Input: the function that takes a step. Output: what ``Join`` expects of a ``Joinable``. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def not_joined() -> Any:
-    """Return what a joinable thing has outside a ``Join`` context."""
+    """Return the configuration of a ``Joinable`` outside a ``Join`` context."""
     return _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 
 def hook(step: Callable[[], None]) -> JoinHook:
-    """Return a hook that takes a step for each one the other ranks take."""
+    """Return a hook that takes a step for each one that the other ranks take."""
 
     class Hook(JoinHook):
         def main_hook(self) -> None:
@@ -30,6 +33,6 @@ def process_group(group: Any) -> Any:
 
 
 def ddp_joins() -> bool:
-    """Whether a DDP's forward runs now inside a ``Join`` context."""
+    """Return whether a DDP forward is running inside a ``Join`` context."""
     ddp = DistributedDataParallel._active_ddp_module
     return ddp is not None and bool(ddp._join_config.enable)

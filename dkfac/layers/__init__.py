@@ -1,0 +1,3 @@
+"""Layers of a model, their gradients in canonical form ``[blocks, out, in]`` and their rows ``[N, S, blocks,
+features]``.
+"""

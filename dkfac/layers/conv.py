@@ -1,4 +1,7 @@
-"""A convolution's patches, and the sum of their products."""
+"""Patches of a convolution, and the sum of their outer products.
+
+Input: a convolution and its input ``[N, C, ...]``. Output: patches, or the sum over them. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def strip_taps(module: Conv) -> int:
-    """Return how many copies of the input are made to sum its patches."""
+    """Return how many copies of the input are materialized to sum the products of its patches."""
     return math.prod(module.kernel_size[1:] if _correlates(module) else module.kernel_size)
 
 
@@ -27,7 +30,7 @@ def _correlates(module: Conv) -> bool:
 
 
 def _is_plain(module: Conv) -> bool:
-    """Whether a convolution of one tap sees each position once, as it is."""
+    """Return whether a convolution with a single tap reads each position exactly once, without padding."""
     return module.groups == 1 and set(module.stride) == {1} and not any(conv_padding(module.padding, module.kernel_size,
         module.dilation))  # fmt: skip
 
@@ -35,7 +38,7 @@ def _is_plain(module: Conv) -> bool:
 def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int = 1) -> Tensor:
     """Return the sum over patches of ``p p^T``, ``[parts * groups, D, D]``, features in the weight's order.
 
-    ``parts``: of the images, that are summed apart.
+    ``parts``: number of equal parts of the images that are summed separately.
     """
     taps = math.prod(module.kernel_size)
     channels = module.in_channels // module.groups
@@ -65,13 +68,14 @@ def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, par
 
 
 def _rows_of_three(module: nn.Conv2d, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int) -> Tensor:
-    """Return ``patches_gram`` of a kernel of three rows, with zeros above and below, in few launches: most are so."""
+    """Return ``patches_gram`` for a kernel of three rows with zeros above and below, the usual case, in few
+    launches."""
     left, right, above, below = conv_padding(module.padding, module.kernel_size, module.dilation)
     width = module.kernel_size[1]
     strips = conv_fused.strips(x, width, module.stride[1], module.dilation[1], (above, below, left, right), 2)
     totals = correlate.row_products(strips, 3, dtype, parts)
     borders: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    if min(above, below) == 1:  # the last tap does not reach the first row, nor the first the last
+    if min(above, below) == 1:  # the last tap does not reach the first row, nor the first tap the last
         ends = [strips[:, row].reshape(parts, -1, strips.shape[-1]) for row in (above, -1 - below)]
         top, bottom = (factors.product(rows, rows, dtype) for rows in ends)
         borders = (top if above == 1 else torch.zeros_like(top), bottom if below == 1 else torch.zeros_like(bottom))
@@ -82,7 +86,7 @@ def _rows_of_three(module: nn.Conv2d, x: Tensor, *, ones: bool, dtype: torch.dty
 
 
 def _fill_ones(full: Tensor, strips: Tensor, height: int, width: int, dtype: torch.dtype) -> None:
-    """Fill in the row and column of a feature that is always 1."""
+    """Fill the row and column of the constant feature 1, in place."""
     parts = len(full)
     total = correlate.patch_sum(strips, height, dtype, parts).view(parts, height, width, -1)
     total = total.permute(0, 3, 1, 2).reshape(parts, -1)
@@ -92,10 +96,10 @@ def _fill_ones(full: Tensor, strips: Tensor, height: int, width: int, dtype: tor
 
 
 def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:
-    """Return ``[N, S, groups, taps * in_channels / groups]``: the channels of one tap side by side, as memory has them.
+    """Return ``[N, S, groups, taps * in_channels / groups]``: the channels of one tap are adjacent, as in memory.
 
-    Gathering them in the weight's order, channel by channel, takes several times as long. ``aligned``: with zeros
-    behind them, if their number is no multiple of what tensor cores like.
+    Gathering them in the weight's order, channel by channel, takes several times as long. ``aligned``: pad the features
+    with zeros to the multiple for which tensor cores are fast.
     """
     windows = _windows(module, x)
     num_spatial = len(module.kernel_size)
@@ -104,9 +108,9 @@ def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:
         return windows.reshape(windows.shape[0], math.prod(windows.shape[1 : 1 + num_spatial]), module.groups, -1)
     features = math.prod(windows.shape[1 + num_spatial :])
     shape = windows.shape[: 1 + num_spatial]
-    if not aligned or features % factors.ALIGNED == 0:
+    if not aligned or features % factors.COLUMN_ALIGNMENT == 0:
         return windows.reshape(shape[0], math.prod(shape[1:]), 1, features)
-    wide = x.new_zeros(*shape, features + -features % factors.ALIGNED)
+    wide = x.new_zeros(*shape, features + -features % factors.COLUMN_ALIGNMENT)
     wide[..., :features].view(windows.shape).copy_(windows)
     return wide.view(shape[0], math.prod(shape[1:]), 1, -1)
 
@@ -114,7 +118,7 @@ def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:
 def _windows(module: Conv, x: Tensor, *, first: int = 0) -> Tensor:
     """Return a view ``[N, *positions, *taps, groups, channels]`` of the padded input.
 
-    ``first``: the spatial dimension from which on taps are taken; the ones before are left as they are.
+    ``first``: the first spatial dimension that is unfolded into taps; the ones before are left as they are.
     """
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     amounts = conv_padding(module.padding, module.kernel_size, module.dilation)
@@ -136,7 +140,7 @@ def _windows(module: Conv, x: Tensor, *, first: int = 0) -> Tensor:
 
 
 def conv_padding(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """Return the amounts in the order of ``F.pad``: last dimension first, left then right."""
+    """Return the padding in the order of ``F.pad``: last dimension first, left then right."""
     amounts: list[int] = []
     for i in reversed(range(len(kernel))):
         if padding == "valid":

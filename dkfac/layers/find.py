@@ -1,4 +1,6 @@
-"""Which modules of a model K-FAC preconditions, and why it leaves the others to the optimizer."""
+"""Find the modules that K-FAC preconditions, and say why it leaves the others to the optimizer.
+
+Input: a model and settings. Output: a :class:`Layer` or a :class:`Left` per module with parameters. Owns: nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
 from dkfac.plan.spec import FactorSpec, LayerSpec, split
-from dkfac.settings import Settings
 
 KINDS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
@@ -32,14 +34,14 @@ KINDS: dict[type[nn.Module], str] = {
     nn.RMSNorm: "norm",
 }
 FOREIGN_KINDS = {"transformers.pytorch_utils.Conv1D": "conv1d-transposed"}
-"""Classes of packages we do not import, by qualified name."""
+"""Classes of packages that are not imported here, by qualified name."""
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Parameters that stay with the optimizer."""
+    """Parameters that are left to the optimizer."""
 
     name: str
     what: str
@@ -49,7 +51,7 @@ class Left:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module below DDP and torch.compile."""
+    """Return the user's own module inside DDP and torch.compile."""
     if isinstance(model, nn.DataParallel):
         raise TypeError(
             "nn.DataParallel copies the model in every forward, so no statistics reach K-FAC; "
@@ -67,12 +69,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """Return a module's name without the parts that wrappers add."""
+    """Return a module's name without the components that wrappers add."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Return the kind of a module; None if it is unknown, or a subclass that computes something else."""
+    """Return the layer kind of a module; None if it is unknown, or a subclass that overrides ``forward``."""
     cls = type(module)
     foreign = FOREIGN_KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
     if foreign is not None:
@@ -84,7 +86,7 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Whether K-FAC has a rule for a module whose weight does not train."""
+    """Return whether K-FAC supports a module but its weight does not require a gradient."""
     weight = module._parameters.get("weight")
     return kind_of(module) is not None and weight is not None and not weight.requires_grad
 
@@ -94,8 +96,7 @@ def find_layers(
 ) -> tuple[list[Layer], list[Left]]:
     """Return the layers to precondition and everything left to the optimizer, in the model's order.
 
-    ``trained``: the optimizer's parameters; None: all that require a gradient. ``meta``: whether the model may be
-    without memory, for a plan.
+    ``trained``: the optimizer's parameters; None: all that require grad. ``meta``: allow the meta device, to plan.
     """
     _refuse_sharded(model)
     if not meta and any(p.is_meta for p in model.parameters()):
@@ -136,7 +137,7 @@ def find_layers(
         else:
             assert reason is not None
             left.append(_left(name, module, own, reason, warn=bool(tied)))
-    maps = [] if isinstance(settings.flattened, str) else list(settings.flattened)
+    maps = list(settings.experimental.flattened or ())
     strangers = [n for n in maps if all(n != layer.name or layer.kind != "linear-map" for layer in layers)]
     if strangers:
         raise ValueError(
@@ -150,7 +151,7 @@ def find_layers(
 
 
 def _reason(module: nn.Module, parent: nn.Module | None, allowed: set[int] | None) -> str | None:
-    """Return why a module cannot be preconditioned whatever its size; None if it can."""
+    """Return why a module cannot be preconditioned, regardless of its size; None if it can."""
     kind = kind_of(module)
     if kind is None:
         base = next((b.__name__ for b in KINDS if isinstance(module, b)), None)
@@ -197,7 +198,7 @@ def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] |
 
 
 def _channels_after(module: nn.Module, channels: int) -> int:
-    """Return the channels of what a module returns, as far as its kind tells; 0 where it is no map any more."""
+    """Return the number of channels of a module's output, as far as its type tells; 0 if it is not a feature map."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return module.out_channels
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -207,10 +208,10 @@ def _channels_after(module: nn.Module, channels: int) -> int:
 
 
 def _map_channels(name: str, dim: int, module: Any, settings: Settings, channels: int) -> int:
-    """Return the channels of the map that a Linear layer sees flattened, 0 if its A is not to be factored by them."""
-    wanted = settings.flattened
-    if settings.solver == "cholesky" or isinstance(wanted, str):
-        if wanted != "auto" or dim <= settings.max_dim or settings.solver == "cholesky" or channels < 2:
+    """Return the channels of the map that is a Linear layer's flattened input; 0 if A is not factored by them."""
+    wanted = settings.experimental.flattened
+    if settings.uses_inverses or wanted is None:
+        if settings.flattened != "auto" or dim <= settings.max_dim or settings.uses_inverses or channels < 2:
             return 0
         return channels if module.in_features % channels == 0 and module.in_features > channels else 0
     found = wanted.get(name, 0)
@@ -228,7 +229,7 @@ def _factors(module: nn.Module, has_bias: bool, settings: Settings) -> tuple[str
     shape = tuple(weight.shape)
     if kind == "norm":
         channels, each = math.prod(shape), 2 if has_bias else 1
-        match settings.norm_form:
+        match settings.experimental.norm_form:
             case "full":
                 return "norm-joint", (FactorSpec("F", channels * each),)
             case "diagonal":
@@ -247,7 +248,7 @@ def _factors(module: nn.Module, has_bias: bool, settings: Settings) -> tuple[str
 
 
 def _form_reason(layer: Layer, settings: Settings) -> str | None:
-    if layer.is_norm and settings.norm_form == "off":
+    if layer.is_norm and settings.norm_form == "off" and settings.experimental.norm_form is None:
         return 'norm layer (norm_form="off")'
     for factor in layer.spec.factors:
         if factor.form == "dense" and factor.dim > settings.max_dim:
@@ -256,7 +257,7 @@ def _form_reason(layer: Layer, settings: Settings) -> str | None:
 
 
 def _users(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
-    """For every parameter, the modules that own it."""
+    """Return, for every parameter, the modules that own it."""
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -268,7 +269,7 @@ def _users(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
 def _shared_with(
     module: nn.Module, name: str, users: dict[int, list[tuple[str, nn.Module]]], settings: Settings
 ) -> list[str]:
-    """Names of other modules that own one of this module's parameters and were not excluded by the user."""
+    """Return the names of other modules that own one of this module's parameters and were not excluded by the user."""
     others: list[str] = []
     for parameter in module.parameters(recurse=False):
         for other, owner in users[id(parameter)]:

@@ -1,13 +1,15 @@
 """A layer: a module that K-FAC preconditions, with its gradient in canonical form.
 
-Shapes: B = blocks (groups of a convolution, channels of a norm), O = out features,
-I = in features, one more where the bias is folded in. The canonical gradient is ``[B, O, I]``.
+Input: a module and its spec. Output: its parameters, and canonical gradients in their shapes. Owns: nothing.
+
+Shapes: B = blocks (groups of a convolution, channels of a norm), O = out features, I = in features, plus one where the
+bias is folded in. The canonical gradient is ``[B, O, I]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +22,21 @@ class Layer:
     module: nn.Module
     spec: LayerSpec
     has_bias: bool
+    name: str = field(init=False)
+    kind: str = field(init=False)
+    is_norm: bool = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def kind(self) -> str:
-        return self.spec.kind
-
-    @property
-    def is_norm(self) -> bool:
-        return self.kind in ("norm-unit", "norm-joint")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.spec.name)
+        object.__setattr__(self, "kind", self.spec.kind)
+        object.__setattr__(self, "is_norm", self.spec.kind in ("norm-unit", "norm-joint"))
 
     @property
     def weight(self) -> Tensor:
         weight = self.module._parameters.get("weight")
         if weight is not None:
             return weight
-        made: object = self.module.weight  # parametrised: anew each time
+        made: object = self.module.weight  # parametrized: recomputed on each access
         assert isinstance(made, Tensor)
         return made
 
@@ -50,13 +48,13 @@ class Layer:
 
     @property
     def bias_is_live(self) -> bool:
-        """Whether a bias is folded in and still trains; it may have been frozen after attach."""
+        """Whether a bias is folded in and still requires a gradient; it may have been frozen after attach."""
         bias = self.bias
         return bias is not None and bias.requires_grad
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of factors and of all arithmetic: the parameter's, but at least float32."""
+        """Dtype of factors and of all arithmetic: the parameter's, but at least float32."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def parameters(self) -> Iterator[Tensor]:
@@ -66,7 +64,7 @@ class Layer:
 
 
 def split_grad(layer: Layer, grad: Tensor) -> list[Tensor]:
-    """Return the parameters' parts of a canonical gradient, shaped like them, in the order of ``parameters()``."""
+    """Return a canonical gradient split into the parameters' shapes, in the order of ``parameters()``."""
     bias = layer.bias
     if layer.is_norm:
         unit = layer.kind == "norm-unit"

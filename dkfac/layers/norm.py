@@ -1,4 +1,7 @@
-"""The normalised input of a norm layer, computed again from its input."""
+"""Recompute the normalized input of a norm layer.
+
+Input: a norm module and its input. Output: what the module multiplies by its weight. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from torch import Tensor, nn
 
 
 def uses_batch_stats(module: nn.Module) -> bool:
-    """Whether a batch norm normalises by the batch at hand; to be asked at the time of its forward."""
+    """Return whether a batch norm uses the statistics of the batch; must be called during its forward."""
     if not isinstance(module, nn.modules.batchnorm._BatchNorm):
         return False
     return module.training or module.running_mean is None
 
 
 def normalised(module: nn.Module, x: Tensor, dtype: torch.dtype, *, batch_stats: bool) -> Tensor:
-    """Return what the layer multiplies by its weight, shaped like ``x``."""
+    """Return what the layer multiplies by its weight, with the shape of ``x``."""
     input_eps = torch.finfo(x.dtype).eps
     x = x.to(dtype)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -1,7 +1,9 @@
-"""From what a module saw to canonical rows ``[N, S, B, features]``.
+"""Convert the input and output gradient of a module to canonical rows ``[N, S, B, features]``.
 
-N = examples, S = shared positions (pixels, tokens), B = blocks. One file, because the
-kinds differ in a few lines each and the regrouping by example is common to all.
+Input: the tensors of one call. Output: :class:`Rows`. Owns: nothing.
+
+N = examples, S = shared positions (pixels, tokens), B = blocks. All kinds are in one file, because they differ in a few
+lines each and share the regrouping by example.
 """
 
 from __future__ import annotations
@@ -19,30 +21,30 @@ from dkfac.layers.layer import Layer
 from dkfac.layers.norm import normalised
 
 PATCH_BYTES = 256 * 2**20
-"""Convolution patches are formed for so many examples at a time that they fit in this."""
+"""Memory limit for convolution patches: they are formed for as many examples at a time as fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     a: Tensor | None
-    """``[N, S, B, I]``, no bias column; token numbers ``[N, S]`` of embeddings; None for norm layers, convolutions."""
+    """``[N, S, B, I]``, no bias column; token indices ``[N, S]`` of embeddings; None for norm layers, convolutions."""
     g: Tensor
-    """``[N, S, B, O]``, as autograd gave it: not scaled."""
+    """``[N, S, B, O]``, as computed by autograd: not scaled."""
     examples: int
-    """How many of the model's examples these rows stem from; they may differ from N until regrouped."""
+    """Number of the model's examples that these rows come from; may differ from N until regrouped."""
     valid: Tensor | None = None
-    """``[N, S]`` in {0, 1}: rows that exist for the parameters (an embedding's padding row does not)."""
+    """``[N, S]`` in {0, 1}: rows that contribute to the parameters (an embedding's padding row does not)."""
     image: Tensor | None = None
-    """Of a convolution: its input ``[N, C, ...]``."""
+    """Input ``[N, C, ...]`` of a convolution."""
     picked: Picked | None = None
-    """Of a part of a layer's rows: which part."""
+    """Which part of a layer's rows these are, if not all."""
     ratio: float = 1.0
-    """How many rows of the layer there are for each one measured."""
+    """Number of rows of the layer per measured row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """Some of the rows ``[N, S]`` of a call with so many examples."""
+    """A subset (``here``) of the rows ``[N, S]`` (``shape``) of a call with ``examples`` examples."""
 
     shape: tuple[int, int]
     examples: int
@@ -51,7 +53,7 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Which rows a step measures: one in ``every``, another one at each ``turn``."""
+    """Which rows a step measures: one in ``every``, a different one at each ``turn``."""
 
     every: int = 1
     turn: int = 0
@@ -60,7 +62,7 @@ class Sample:
 
     @property
     def offset(self) -> int:
-        """Return ``turn`` scattered: the interval of measured steps may have a divisor in common with ``every``."""
+        """Return ``turn`` hashed: the interval of measured steps may have a common divisor with ``every``."""
         return (self.turn * 2654435761 >> 8) % self.every
 
 
@@ -78,7 +80,8 @@ def rows_of(
     sample: Sample = ALL,
     patch_bytes: int = PATCH_BYTES,
 ) -> Iterator[Rows]:
-    """Yield the rows of one call of a layer, of a convolution a piece of the batch at a time: see ``PATCH_BYTES``."""
+    """Yield the rows of one call of a layer; for a convolution, one piece of the batch at a time: see
+    ``PATCH_BYTES``."""
     match layer.kind:
         case "linear" | "linear-map" | "conv1d-transposed":
             a, g = (_sequence(t, examples, batch_dim).unsqueeze(2) for t in (x, g))
@@ -100,7 +103,7 @@ def rows_of(
 
 
 def _sampled(rows: Rows, sample: Sample) -> Rows:
-    """Return one in ``every`` of the positions, or examples. A layer that sees each example once keeps them all."""
+    """Return one in ``every`` positions, or examples. A layer that sees each example once keeps them all."""
     assert rows.a is not None
     n, s = rows.a.shape[:2]
     every, examples = sample.every, rows.examples
@@ -122,7 +125,7 @@ def _sampled(rows: Rows, sample: Sample) -> Rows:
 
 
 def first_rows(rows: Rows, number: int, examples: int) -> Rows:
-    """Return the first of N, which stem from so many examples."""
+    """Return the first ``number`` rows along N, which come from ``examples`` examples."""
     shape = (rows.g.shape[0], rows.g.shape[1])
     picked = rows.picked or Picked(shape, rows.examples, (slice(None), slice(None)))
     here = range(picked.shape[0])[picked.here[0]][:number]
@@ -132,16 +135,16 @@ def first_rows(rows: Rows, number: int, examples: int) -> Rows:
 
 
 def block_of(examples: int, sample: Sample) -> tuple[int, int]:
-    """Return where the sampled examples begin and end."""
+    """Return begin and end of the sampled examples, which are contiguous."""
     size = -(-examples // sample.every)
     gaps = sample.every - 1
-    begin = (2 * sample.offset * (examples - size) + gaps) // (2 * gaps) if gaps else 0  # evenly, from first to last
+    begin = (2 * sample.offset * (examples - size) + gaps) // (2 * gaps) if gaps else 0  # evenly spaced over the batch
     return begin, begin + size
 
 
 def regroup(rows: Tensor, examples: int, name: str) -> Tensor:
-    """Return ``[n, s, ...]`` rows as ``[examples, n * s / examples, ...]``: a layer may see examples folded
-    into a leading dimension of its own (windows, frames, tokens)."""
+    """Return rows ``[n, s, ...]`` as ``[examples, n * s / examples, ...]``: a layer may see examples folded into a
+    leading dimension of its own (windows, frames, tokens)."""
     n, s = rows.shape[:2]
     if n == examples:
         return rows
@@ -155,15 +158,15 @@ def regroup(rows: Tensor, examples: int, name: str) -> Tensor:
 
 
 def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
-    """``[..., features] -> [n, s, features]`` with the examples in front."""
+    """Reshape ``[..., features]`` to ``[n, s, features]`` with the examples first."""
     if x.ndim == 1:
         return x.reshape(1, 1, -1)
     if 0 < batch_dim < x.ndim - 1 and x.shape[batch_dim] == examples:
         x = x.movedim(batch_dim, 0)
     elif x.ndim > 2 and x.shape[1] == examples and x.shape[0] % max(examples, 1):
-        x = x.movedim(1, 0)  # a layer fed sequence-first inside a batch-first model
+        x = x.movedim(1, 0)  # a sequence-first layer inside a batch-first model
     elif batch_dim == 1 and examples > 0 and x.shape[0] != examples and x.shape[0] % examples == 0:
-        x = x.reshape(-1, examples, *x.shape[1:]).movedim(1, 0)  # flattened with the examples inside
+        x = x.reshape(-1, examples, *x.shape[1:]).movedim(1, 0)  # flattened with the examples as the inner dimension
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
@@ -191,7 +194,7 @@ def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: S
 
 
 def _norm_rows(layer: Layer, x: Tensor, g: Tensor, examples: int, batch_dim: int, batch_stats: bool) -> Rows:
-    """Rows of a norm layer are its per-example gradients: ``[N, 1, B, p]``, already summed over positions."""
+    """Return a norm layer's rows: its per-example gradients ``[N, 1, B, p]``, already summed over positions."""
     x_hat = normalised(layer.module, x, layer.dtype, batch_stats=batch_stats)
     g = g.to(layer.dtype)
     products = (g * x_hat, g) if layer.has_bias else (g * x_hat,)

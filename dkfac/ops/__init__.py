@@ -1,0 +1,3 @@
+"""Functions from tensors to tensors: outer products, decompositions, preconditioning, packing; Triton kernels; the
+cache of CUDA graphs.
+"""

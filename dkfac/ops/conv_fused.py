@@ -1,9 +1,11 @@
-"""The copies around a 2-d convolution's products of strips, each in one pass: Triton kernels, and the same in torch.
+"""Copies around the strip products of a 2-d convolution, each in one pass: Triton kernels with a torch fallback.
 
-``correlate`` says what strips are. Shapes: N = images, C = channels, kw = width of the kernel, F = kw * C features of a
-strip, ordered by tap, then channel, D = 3 * F features of a patch, in the order of the weight: channel, then tap. Both
-ways give the same bits. Kernels are compiled when shapes of a new kind come: call with all of them before a CUDA graph
-is captured.
+Input: images, or products of strips. Output: strips, or the sum over patches. Owns: nothing.
+
+See ``correlate`` for what strips are. Shapes: N = images, C = channels, kw = width of the kernel, F = kw * C features
+of a strip, ordered by tap, then channel, D = 3 * F features of a patch, in the order of the weight: channel, then tap.
+Both implementations give bitwise equal results. Kernels are compiled for each new kind of shapes: call with all of them
+before capturing a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from dkfac.ops import kernels
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-TILE = 2048
+PATCH_TILE = 2048
 MAX_FEATURES = 512
 ROWS, COLUMNS, WARPS = 16, 256, 8
-"""Of the result of ``assemble``, a program's tile: 16 columns of a total that is read transposed, 28 channels wide."""
+"""Tile of the result of ``assemble`` per program: 16 columns of a total that is read transposed, and 28 channels."""
 
 
 def strips(x: Tensor, width: int, stride: int, dilation: int, pads: Sequence[int], room: int) -> Tensor:
-    """Return the strips ``[N, H + above + below, Wo, kw * C]`` of images ``[N, C, H, W]``, and zeros behind them.
+    """Return the strips ``[N, H + above + below, Wo, kw * C]`` of images ``[N, C, H, W]``, followed by zeros in memory.
 
-    ``pads``: zeros (above, below, left, right). ``width``, ``stride`` and ``dilation`` are along the width. Behind the
-    strips lie ``room`` rows, ``room * Wo * kw * C`` zeros, for shifted views to reach. ``x``: best channels_last.
+    ``pads``: zeros (above, below, left, right). ``width``, ``stride`` and ``dilation`` are along the width. ``room``:
+    rows of zeros, ``room * Wo * kw * C`` elements, after the strips, for shifted views to read. ``x``: preferably
+    channels_last.
     """
     above, below, left, right = pads
     images, channels, height, columns = x.shape
@@ -50,7 +53,7 @@ def strips(x: Tensor, width: int, stride: int, dilation: int, pads: Sequence[int
     across_tile, down_tile = _strip_tile(features, tall * wide)
     across, pieces = -(-features // across_tile), -(-tall * wide // down_tile)
     room_pieces = -(-room * wide // down_tile)
-    kernels.launch(
+    kernels.launch_kernel(
         _strips_kernel, (images * pieces + room_pieces) * across,
         flat, x.contiguous(memory_format=torch.channels_last),
         images, height, columns * channels, channels, features, tall * wide, wide, room * wide,
@@ -63,11 +66,11 @@ def strips(x: Tensor, width: int, stride: int, dilation: int, pads: Sequence[int
 def assemble(
     totals: Sequence[Tensor], borders: tuple[Tensor, Tensor] | tuple[None, None], channels: int, ones: int
 ) -> Tensor:
-    """Return the sum over patches of ``p p^T`` of a kernel of 3 rows, ``[parts, D + ones, D + ones]``.
+    """Return the sum over patches of ``p p^T`` for a kernel of 3 rows, ``[parts, D + ones, D + ones]``.
 
-    ``totals``: of the products of strips 0, 1 and 2 rows apart, each ``[parts, F, F]``. ``borders``: those of the first
-    and of the last row of the images with themselves, which the last and the first tap do not reach; None where the
-    padding lets every tap reach every row. The last row and column are left to the caller to fill if ``ones``.
+    ``totals``: the products of strips 0, 1 and 2 rows apart, each ``[parts, F, F]``. ``borders``: the products of the
+    first and of the last image row with themselves, which the last and the first tap do not reach; None where the
+    padding lets every tap reach every row. If ``ones``, the caller has to fill the last row and column.
     """
     parts, features = totals[0].shape[:2]
     width = features // channels
@@ -93,7 +96,7 @@ def assemble(
     given = [t.contiguous() for t in given]
     tile = min(ROWS, 1 << (channels - 1).bit_length())
     down, across = -(-channels // tile), -(-3 * features // COLUMNS)
-    kernels.launch(
+    kernels.launch_kernel(
         _assemble_kernel, parts * 3 * width * down * across,
         full, *given[:3], given[-2], given[-1], channels, features, side, down, across,
         WIDTH=width, BORDERS=int(top is not None), ROWS=tile, COLUMNS=COLUMNS, num_warps=WARPS,
@@ -104,22 +107,22 @@ def assemble(
 def _strip_tile(features: int, positions: int) -> tuple[int, int]:
     """Return powers of two: how many features, of how many positions, a program writes.
 
-    Few threads are to idle beyond the last feature, and runs to be long: each costs as much as 16 features.
+    Few threads should idle beyond the last feature, and runs should be long: each run costs as much as 16 features.
     """
     widths = [1 << i for i in range(4, MAX_FEATURES.bit_length())]
     width = min(widths, key=lambda w: (-(-features // w) * (w + 16), -w))
-    return width, min(TILE // width, 1 << (positions - 1).bit_length())
+    return width, min(PATCH_TILE // width, 1 << (positions - 1).bit_length())
 
 
-# The kernels. Offsets of images and rows are 64-bit.
+# Kernels. Offsets of images and rows are 64-bit.
 
 
 def _strips_kernel(  # type: ignore[no-untyped-def]
     flat, x, images, height, length, channels, features, positions, wide, room, above, left, stride, spread, pieces,
     across, POSITIONS: tl.constexpr, FEATURES: tl.constexpr, DILATED: tl.constexpr,
 ):  # fmt: skip
-    # The taps of a position lie side by side in the row of the image, of which ``length`` numbers are, unless dilated:
-    # then ``spread`` numbers are left out before each. The room is image number ``images``, all outside.
+    # The taps of a position are contiguous in the image row, which has ``length`` elements, unless dilated: then
+    # ``spread`` elements are skipped before each. The room is image number ``images``, entirely out of bounds.
     piece = tl.program_id(0) // across
     feature = tl.program_id(0) % across * FEATURES + tl.arange(0, FEATURES)
     image = tl.minimum(piece // pieces, images)
@@ -143,7 +146,7 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]
     full, same, one, two, top, bottom, channels, features, side, down, across,
     WIDTH: tl.constexpr, BORDERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # A tile has the rows of one tap and of ROWS channels, and any columns.
+    # A tile covers the rows of one tap and ROWS channels, and any columns.
     tile = tl.program_id(0) % (down * across)
     block = tl.program_id(0) // (down * across)
     part = (block // (3 * WIDTH)).to(tl.int64)
@@ -160,7 +163,7 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]
     later = tl.where(other_y == y + 1, one + start, two + start)
     total = tl.where(other_y == y, same + start, later)[None, :]
     found = tl.load(total + ahead, mask=inside & (other_y >= y)[None, :], other=0.0)
-    if y > 0:  # a load of its own: what it reads lies side by side along the tile's other dimension
+    if y > 0:  # a separate load: it is contiguous along the tile's other dimension
         earlier = tl.where(other_y == y - 1, one + start, two + start)[None, :]
         is_earlier = (other_y < y)[None, :]
         swapped = tl.load(earlier + (other * features + feature), mask=inside & is_earlier, other=0.0)

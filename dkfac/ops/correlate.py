@@ -1,9 +1,11 @@
-"""The sum of products of a convolution's patches, without forming the patches.
+"""Sum the outer products of a convolution's patches without materializing the patches.
+
+Input: strips of padded images. Output: the sum over patches. Owns: nothing.
 
 Shapes: N = images, H = rows, W = columns (all other spatial dimensions together), F = features of a strip. A patch is k
-strips, one per row of the kernel; a strip is what the kernel's other dimensions cover of one row. Two strips of a patch
-are ``dy`` rows apart, so what they contribute depends, but for the border, on ``dy`` alone: k products of strips, not
-k * k, and the border rows, which not every tap reaches, taken off again.
+strips, one per row of the kernel; a strip is what the kernel's other dimensions cover of one row. The contribution of
+two strips of a patch depends, except at the border, only on their distance ``dy`` in rows. So k products of strips are
+enough, instead of k * k; those of border rows that not every tap reaches are subtracted afterwards.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from dkfac.ops.factors import product
 
 
 def correlates(kernel: int, stride: int, dilation: int, padding: int) -> bool:
-    """Whether the sum over patches can be formed this way, along the first spatial dimension.
+    """Return whether the sum over patches can be computed this way, along the first spatial dimension.
 
-    ``padding``: zeros above and below together. They keep the images, which lie one after the other, apart.
+    ``padding``: zero rows above and below together. They separate the images, which are contiguous in memory.
     """
     return kernel > 1 and stride == 1 and dilation == 1 and padding >= kernel - 1
 
 
 def patch_gram(strips_NHWF: Tensor, kernel: int, above: int, below: int, dtype: torch.dtype, parts: int = 1) -> Tensor:
-    """Return ``sum over patches of p p^T``, ``[parts, k, k, F, F]``: by the rows of the kernel that the strips are of.
+    """Return ``sum over patches of p p^T``, ``[parts, k, k, F, F]``, indexed by the kernel rows of the two strips.
 
-    ``strips_NHWF``: of the padded images, of which the rows ``above`` and ``below`` are zeros, as ``with_room`` makes
-    them. ``parts``: of the images, that are summed apart.
+    ``strips_NHWF``: of the padded images, whose first ``above`` and last ``below`` rows are zero, made by
+    ``with_room``. ``parts``: number of equal parts of the images that are summed separately.
     """
     features = strips_NHWF.shape[-1]
     totals = row_products(strips_NHWF, kernel, dtype, parts)
@@ -47,7 +49,7 @@ def patch_gram(strips_NHWF: Tensor, kernel: int, above: int, below: int, dtype: 
 
 
 def row_products(strips_NHWF: Tensor, kernel: int, dtype: torch.dtype, parts: int) -> list[Tensor]:
-    """Return the products of strips 0, 1, ... rows apart, ``[parts, F, F]`` each, the border rows included."""
+    """Return the products of strips 0, 1, ... rows apart, ``[parts, F, F]`` each, including the border rows."""
     width, features = strips_NHWF.shape[2:]
     length = strips_NHWF.shape[0] // parts * strips_NHWF.shape[1] * width
     shape, steps = (parts, length, features), (length * features, features, 1)
@@ -61,7 +63,7 @@ Pairs = list[tuple[int, int]]
 
 
 def missed(kernel: int, height: int, above: int, below: int) -> dict[tuple[int, int], Pairs]:
-    """Return products of border rows, as (row, distance), each with the pairs of taps that do not reach it."""
+    """Return the products of border rows, as (row, distance), each with the pairs of taps that do not reach it."""
     found: dict[tuple[int, int], Pairs] = {}
     num_out = height - kernel + 1
     for one in range(kernel):
@@ -74,7 +76,7 @@ def missed(kernel: int, height: int, above: int, below: int) -> dict[tuple[int, 
 
 
 def with_room(windows: Tensor, kernel: int) -> Tensor:
-    """Return strips ``[N, H, W, F]`` of windows ``[N, H, W, ...]``, with zeros behind the last for taps to reach."""
+    """Return strips ``[N, H, W, F]`` of windows ``[N, H, W, ...]``, followed by zeros that shifted views may read."""
     shape = windows.shape[:3]
     features = math.prod(windows.shape[3:])
     size, room = math.prod(shape) * features, (kernel - 1) * shape[2] * features

@@ -1,6 +1,6 @@
-"""Decompose one symmetric positive semi-definite factor. Pure: the factor is never changed.
+"""Decompose one symmetric positive semi-definite factor.
 
-Shapes: ``[B, D, D]`` dense or ``[B, D]`` diagonal, B = blocks.
+Input: a factor ``[B, D, D]`` or diagonal ``[B, D]``, B = blocks; not modified. Output: a decomposition. Owns: nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ORTHONORMAL = 1e-3
 @dataclass(frozen=True, slots=True)
 class Eigen:
     vectors: Tensor | None
-    """``[B, D, D]``, columns; None for a diagonal factor, whose basis is the identity."""
+    """``[B, D, D]``, in columns; None for a diagonal factor, whose eigenbasis is the identity."""
     values: Tensor
     """``[B, D]``, not negative."""
 
@@ -50,14 +50,14 @@ def eigen(factor: Tensor) -> Eigen:
 
 
 NULL = 10.0
-"""Of the largest eigenvalue, in units of rounding: those below are zero, and their directions arbitrary."""
+"""In units of eps times the largest eigenvalue: eigenvalues below are zero, and their directions arbitrary."""
 
 
 def _settle_null_spaces(values: Tensor, vectors: Tensor) -> None:
-    """Replace the basis of each null space by one that depends on the space alone, not on rounding.
+    """Replace the basis of each null space, in place, by one that depends only on the space, not on rounding.
 
-    Later gradients have parts there, and what is done with each direction by itself would depend on the number of
-    ranks. Projections of fixed vectors are orthonormalised. Waits for the device.
+    Later gradients have components there, and whatever treats each direction by itself would depend on the number of
+    ranks. Projections of fixed vectors are orthonormalized. Synchronizes with the device.
     """
     dim = values.shape[-1]
     limits = values[:, -1:] * (NULL * torch.finfo(values.dtype).eps)
@@ -71,8 +71,8 @@ def _settle_null_spaces(values: Tensor, vectors: Tensor) -> None:
 def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:
     """Return an approximate eigendecomposition: one step of subspace iteration from the last basis.
 
-    Cholesky-QR runs three times, the first with a shift: of directions that turn fast the images nearly coincide. Where
-    even then the result is not orthonormal, Householder QR takes over.
+    Cholesky-QR runs twice, first with a shift (images of directions that rotate fast are nearly parallel), then a
+    Newton-Schulz step. If that is not orthonormal, Householder QR is used. Synchronizes with the device.
     """
     if factor.ndim == 2 or old.vectors is None:
         return eigen(factor)
@@ -85,7 +85,7 @@ def warm_eigen(factor: Tensor, old: Eigen) -> Eigen:
 
 
 def warm_step(factor: Tensor, old: Eigen) -> Eigen:
-    """Return ``warm_eigen`` without a look at the result: it may not be orthonormal."""
+    """Return ``warm_eigen`` without checking the result, which may not be orthonormal; does not synchronize."""
     if factor.ndim == 2:
         return Eigen(None, factor.clamp(min=0))
     factor = symmetric(factor)
@@ -95,14 +95,14 @@ def warm_step(factor: Tensor, old: Eigen) -> Eigen:
 
 
 FLOOR = 200.0
-"""Of the largest eigenvalue, in units of rounding: below it a product is rounding, and directions stay as they were."""
+"""In units of eps times the largest eigenvalue: smaller products are rounding errors; their directions are kept."""
 
 
 def _image(factor: Tensor, basis: Tensor) -> Tensor:
-    """Return the factor, with a floor under its eigenvalues, times a basis, in columns of length one.
+    """Return the factor, with a floor under its eigenvalues, times a basis, with columns normalized to length one.
 
-    Lengths change nothing in what QR makes of it, but span all orders of magnitude, at which Cholesky fails. Without
-    the floor, where a factor has no rank, columns would be rounding, all of it along the largest directions.
+    Lengths do not change the result of QR, but span all orders of magnitude, where Cholesky fails. Without the floor,
+    where a factor is rank-deficient, columns would be rounding errors, all along the largest directions.
     """
     image = factor @ basis
     largest = image.norm(dim=-2).amax(-1)[..., None, None]
@@ -112,7 +112,7 @@ def _image(factor: Tensor, basis: Tensor) -> Tensor:
 
 
 def _largest_first(old: Eigen) -> Tensor:
-    """Return a basis in the order in which each direction is freed of the larger ones, not swamped by them."""
+    """Return the basis, largest eigenvalues first: QR then removes large directions from small ones, not vice versa."""
     assert old.vectors is not None
     order, vectors = old.values.argsort(dim=-1, descending=True), old.vectors.to(old.values.dtype)
     return vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
@@ -124,7 +124,7 @@ def _with_values(factor: Tensor, basis: Tensor) -> Eigen:
 
 
 def damped_inverse(factor: Tensor, shift: Tensor) -> Inverse:
-    """Return ``(factor + shift I)^-1`` by Cholesky; ``shift`` is ``[B]``."""
+    """Return ``(factor + shift I)^-1`` by Cholesky; ``shift`` is ``[B]``. Synchronizes with the device."""
     if factor.ndim == 2:
         return Inverse((factor + shift[:, None]).reciprocal())
     damped = symmetric(factor)
@@ -136,15 +136,15 @@ def damped_inverse(factor: Tensor, shift: Tensor) -> Inverse:
 
 
 LEAF, SQUARE = 256, 1024
-"""Blocks up to these sizes are decomposed by Cholesky, and roots multiplied with themselves; larger ones by halves."""
+"""Largest blocks that Cholesky decomposes, and roots that are multiplied with themselves; larger ones are halved."""
 
 
 def inverse_by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverses of positive definite matrices ``[B, D, D]``, and which of them are to be trusted, ``[B]``.
+    """Return the inverses of positive definite matrices ``[B, D, D]``, and which of them are valid, ``[B]``.
 
-    Cholesky by halves: products do the work, where a decomposition of a large matrix at once is a long chain of small
-    steps. Nothing waits for the device. (Schur complements of explicit inverses would take two thirds of the products,
-    and lose twice the digits.)
+    Recursive Cholesky by halves: matrix products do the work, whereas decomposing a large matrix at once is a long
+    chain of small steps. Does not synchronize with the device. (Schur complements of explicit inverses would take two
+    thirds of the products, and lose twice the digits.)
     """
     root, inverse = torch.zeros_like(matrix), torch.empty_like(matrix)
     sound = _inverse_root(matrix, root)
@@ -153,7 +153,7 @@ def inverse_by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_root(matrix: Tensor, root: Tensor) -> Tensor:
-    """Set ``root``, which is zero, to ``L^-1`` of ``L L^T = matrix``; returns where there is one, ``[B]``."""
+    """Set ``root``, which is zero, to ``L^-1`` of ``L L^T = matrix``; return where that exists, ``[B]``."""
     dim = matrix.shape[-1]
     if dim <= LEAF:
         lower, info = torch.linalg.cholesky_ex(matrix)
@@ -171,7 +171,7 @@ def _inverse_root(matrix: Tensor, root: Tensor) -> Tensor:
 
 
 def _square(root: Tensor, out: Tensor) -> None:
-    """Set ``out`` to ``root^T root`` of a lower triangle."""
+    """Set ``out`` to ``root^T root`` of a lower triangular matrix."""
     dim = root.shape[-1]
     if dim <= SQUARE:
         out.copy_(root.mT @ root)
@@ -186,13 +186,13 @@ def _square(root: Tensor, out: Tensor) -> None:
 
 
 def places(pieces: tuple[int, ...]) -> list[slice]:
-    """Return where diagonal blocks of these sizes lie."""
+    """Return the slices of diagonal blocks of these sizes."""
     ends = list(itertools.accumulate(pieces))
     return [slice(end - size, end) for end, size in zip(ends, pieces, strict=True)]
 
 
 def piece(whole: Decomposition, here: slice) -> Decomposition:
-    """Return the decomposition of one diagonal block from that of all."""
+    """Return the decomposition of one diagonal block, as views of the whole one."""
     cut = {name: t[(slice(None), *[here] * (t.ndim - 1))] for name, t in whole.tensors().items()}
     return from_tensors(cut)
 
@@ -213,14 +213,14 @@ def join(parts: list[Decomposition]) -> Decomposition:
 
 
 def is_in_pieces(whole: Decomposition, pieces: tuple[int, ...]) -> bool:
-    """Whether there are zeros between the diagonal blocks."""
+    """Return whether everything outside the diagonal blocks is zero. Synchronizes with the device."""
     matrices = [t for t in whole.tensors().values() if t.ndim == 3]
     inside = torch.stack([m[:, here, here].count_nonzero() for m in matrices for here in places(pieces)]).sum()
     return bool(inside == torch.stack([m.count_nonzero() for m in matrices]).sum())
 
 
 def stored(found: Decomposition, basis_dtype: str) -> Decomposition:
-    """Return a decomposition as it is kept: a basis perhaps in half the memory."""
+    """Return a decomposition as it is stored: float32 eigenvectors in ``basis_dtype``, which may halve their memory."""
     if not isinstance(found, Eigen) or found.vectors is None or found.vectors.dtype != torch.float32:
         return found
     return Eigen(found.vectors.to(getattr(torch, basis_dtype)), found.values)
@@ -235,12 +235,12 @@ def is_finite(decomposition: Decomposition) -> bool:
 
 
 def is_orthonormal(vectors: Tensor | None) -> bool:
-    """Whether ``Q^T Q`` is the identity to within ``ORTHONORMAL``; NaN is not."""
+    """Return whether ``Q^T Q`` is the identity to within ``ORTHONORMAL``, without NaN. Synchronizes with the device."""
     return vectors is None or bool(orthonormal(vectors).all())
 
 
 def orthonormal(vectors: Tensor) -> Tensor:
-    """Return the same per block, ``[B]``, without waiting for the device."""
+    """Return the same per block, ``[B]``, without synchronizing with the device."""
     deviation = vectors.mT @ vectors
     deviation.diagonal(dim1=-2, dim2=-1).sub_(1)
     return deviation.abs().amax((-2, -1)) < ORTHONORMAL
@@ -253,14 +253,14 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 
 
 def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
-    """Return columns that are more nearly orthonormal, and orthonormal where they were nearly so.
+    """Return columns closer to orthonormal; columns that were almost orthonormal become orthonormal.
 
-    ``shift``: for columns of length one that are far from it, at which Cholesky would fail.
+    ``shift``: regularizes columns of length one that are far from orthonormal, where Cholesky would fail.
     """
     gram = image.mT @ image
     gram.diagonal(dim1=-2, dim2=-1).add_(shift)
     lower, _ = torch.linalg.cholesky_ex(gram)
-    if image.shape[-1] > 2 * LEAF:  # solved for together, larger ones are taken one after the other, in small steps
+    if image.shape[-1] > 2 * LEAF:  # a batched solve handles larger ones one after the other, in small steps
         inverse = torch.zeros_like(lower)
         _invert_lower(lower, inverse)
         return image @ inverse.mT
@@ -269,10 +269,10 @@ def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
 
 
 def _invert_lower(lower: Tensor, inverse: Tensor) -> None:
-    """Set ``inverse``, which is zero, to the inverses of lower triangles, by halves.
+    """Set ``inverse``, which is zero, to the inverses of lower triangular matrices, recursively by halves.
 
-    (Inverses of halves in the decomposition itself, as in ``_inverse_root``, lose too much: the columns of a factor
-    without rank are nearly dependent.)
+    (Inverting halves in the decomposition itself, as in ``_inverse_root``, loses too much precision: the columns of a
+    rank-deficient factor are nearly dependent.)
     """
     dim = lower.shape[-1]
     if dim <= LEAF:
@@ -287,14 +287,14 @@ def _invert_lower(lower: Tensor, inverse: Tensor) -> None:
 
 
 def _polished(basis: Tensor) -> Tensor:
-    """Return columns orthonormal to rounding that were so to a hundredth (Newton and Schulz; products alone)."""
+    """Return columns orthonormal to rounding from ones orthonormal to a hundredth (Newton-Schulz; products only)."""
     deviation = basis.mT @ basis
     deviation.diagonal(dim1=-2, dim2=-1).sub_(1)
     return torch.baddbmm(basis, basis, deviation, alpha=-0.5)
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> Decomposition:
-    """Return the decomposition whose ``tensors()`` these are."""
+    """Return the decomposition that has these ``tensors()``."""
     if "inverse" in tensors:
         return Inverse(tensors["inverse"])
     return Eigen(tensors.get("vectors"), tensors["values"])

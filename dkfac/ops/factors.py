@@ -1,4 +1,6 @@
-"""Sums of outer products: what the factors A, G and F are made of.
+"""Sums of outer products, of which the factors A, G and F are made.
+
+Input: rows ``[N, S, B, D]``. Output: sums ``[B, D, D]``, or diagonals ``[B, D]``. Owns: nothing.
 
 Shapes: N = examples, S = shared positions, B = blocks, D = features.
 """
@@ -14,7 +16,7 @@ from torch.nn.functional import pad
 _HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 EXAMPLE_ELEMENTS = 2**25
-"""Per-example gradients are formed for so many examples at a time that they have at most this many elements."""
+"""Per-example gradients are formed for as many examples at a time as have at most this many elements."""
 
 
 def gram(
@@ -27,11 +29,11 @@ def gram(
     features: int | None = None,
     parts: int = 1,
 ) -> Tensor:
-    """Return ``scale * sum over rows of r r^T`` as ``[B, D, D]``, with a feature that is always 1 appended if ``ones``.
+    """Return ``scale * sum over rows of r r^T`` as ``[B, D, D]``, with a constant feature 1 appended if ``ones``.
 
-    ``weight`` in {0, 1}, shaped ``[N, S]``, leaves rows out, their 1 included. The 1 is never materialised:
-    its row is the sum of the others. ``features``: how many of the rows' columns count; the others are padding.
-    ``parts``: of the examples, that are summed apart; ``[parts * B, D, D]`` is returned.
+    ``weight`` in {0, 1}, ``[N, S]``, masks rows, including their 1. The 1 is never materialized: its row is the sum of
+    the rows. ``features``: number of columns that count; the others are padding. ``parts``: number of equal parts of
+    the examples that are summed separately; ``[parts * B, D, D]`` is returned.
     """
     blocks, width = rows_NSBD.shape[2:]
     features = width if features is None else features
@@ -56,11 +58,11 @@ def gram(
 
 
 def gram_of_rows(rows_RD: Tensor, *, ones: bool, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Return ``gram`` of plain rows, ``[1, D, D]``, with as little work for the host as there can be."""
+    """Return ``gram`` of rows ``[R, D]`` as ``[1, D, D]``, with as little host work as possible."""
     width = rows_RD.shape[1]
     if not adds_in_float32(rows_RD, dtype):
         rows_RD = rows_RD.to(dtype)
-    if width % ALIGNED and rows_RD.dtype != dtype:
+    if width % COLUMN_ALIGNMENT and rows_RD.dtype != dtype:
         inner = product(rows_RD[None], rows_RD[None], dtype)[0].contiguous()
     else:
         inner = _one_product(rows_RD, rows_RD, dtype, same=True)
@@ -73,41 +75,41 @@ def gram_of_rows(rows_RD: Tensor, *, ones: bool, dtype: torch.dtype, scale: floa
     total = _column_sums(rows_RD.unsqueeze(0), dtype)[0] * scale
     full[0, :-1, -1] = total
     full[0, -1, :-1] = total
-    full[0, -1, -1].fill_(scale * len(rows_RD))  # an assignment there would wait for the device
+    full[0, -1, -1].fill_(scale * len(rows_RD))  # an assignment would synchronize with the device
     return full
 
 
 def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sums over the rows of batches of matrices; on tensor cores as products with ones."""
-    if not adds_in_float32(rows, dtype) or len(rows) > 1 or rows.shape[-1] % ALIGNED:
+    if not adds_in_float32(rows, dtype) or len(rows) > 1 or rows.shape[-1] % COLUMN_ALIGNMENT:
         return rows.sum(1, dtype=dtype)
-    ones = rows.new_ones(ALIGNED, rows.shape[1])
+    ones = rows.new_ones(COLUMN_ALIGNMENT, rows.shape[1])
     return torch.mm(ones, rows[0], out_dtype=dtype)[:1]
 
 
 STRIPS = 4
-"""Of the upper triangle of a product: three eighths of the work are saved by not computing the lower."""
+"""Strips of the upper triangle of a product: not computing the lower one saves three eighths of the work."""
 
-ALIGNED = 8
-"""Half-precision rows of a multiple of this many numbers are multiplied several times as fast on a GPU."""
+COLUMN_ALIGNMENT = 8
+"""Half-precision products on a GPU are several times as fast if the row length is a multiple of this."""
 
 PIECES = 128
-"""Batched products on a GPU are cut into at least so many along the rows: it does not cut them itself."""
+"""Batched products on a GPU are split along the rows into at least this many: the library does not split them."""
 
 
 def adds_in_float32(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Whether half-precision rows need no widening: their products are exact in float32, in which tensor cores add."""
+    """Return whether half-precision rows need no cast: products are exact in float32, as tensor cores accumulate."""
     return rows.is_cuda and rows.dtype.itemsize == 2 and dtype == torch.float32 and _HAS_OUT_DTYPE
 
 
 def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``first^T second`` of batches of matrices, summed in ``dtype``. ``second`` may be ``first``."""
+    """Return ``first^T second`` of batches of matrices, accumulated in ``dtype``. ``second`` may be ``first``."""
     is_half = adds_in_float32(first, dtype)
     same = second is first
     width = first.shape[-1]
-    if is_half and width % ALIGNED:
-        first = pad(first, (0, -width % ALIGNED))
-        second = first if same else pad(second, (0, -width % ALIGNED))
+    if is_half and width % COLUMN_ALIGNMENT:
+        first = pad(first, (0, -width % COLUMN_ALIGNMENT))
+        second = first if same else pad(second, (0, -width % COLUMN_ALIGNMENT))
         return product(first, second, dtype)[:, :width, :width]
     if not is_half:
         first = first.to(dtype)
@@ -124,7 +126,7 @@ def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _one_product(first: Tensor, second: Tensor, dtype: torch.dtype, *, same: bool) -> Tensor:
-    """Return ``first^T second``; of a wide matrix with itself only the upper triangle is computed."""
+    """Return ``first^T second``; of a wide matrix with itself only the upper triangle is computed, and mirrored."""
     width = first.shape[-1]
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ def _one_product(first: Tensor, second: Tensor, dtype: torch.dtype, *, same: boo
     if not same or width < least or len(first) < width:
         return multiply(first, second)
     out = torch.empty(width, width, dtype=dtype, device=first.device)
-    cuts = [width * i // STRIPS // ALIGNED * ALIGNED for i in range(STRIPS)] + [width]
+    cuts = [width * i // STRIPS // COLUMN_ALIGNMENT * COLUMN_ALIGNMENT for i in range(STRIPS)] + [width]
     for begin, end in pairwise(cuts):
         out[begin:end, begin:] = multiply(first[:, begin:end], first[:, begin:])
         out[end:, begin:end] = out[begin:end, end:].mT
@@ -142,7 +144,7 @@ def _one_product(first: Tensor, second: Tensor, dtype: torch.dtype, *, same: boo
 
 
 def in_weight_order(factor: Tensor, taps: int) -> Tensor:
-    """Return ``[B, D, D]``, ordered by tap and channel, ordered by channel and tap; a last feature of 1 stays last."""
+    """Return ``[B, D, D]``, reordered from (tap, channel) to (channel, tap); a constant feature 1 stays last."""
     if taps == 1:
         return factor
     blocks, size = factor.shape[:2]
@@ -161,7 +163,7 @@ def in_weight_order(factor: Tensor, taps: int) -> Tensor:
 
 
 def mean_over_positions(rows_NSBD: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``[N, 1, B, D]``: each example's mean over its (kept) positions."""
+    """Return ``[N, 1, B, D]``: each example's mean over its unmasked positions."""
     rows_NSBD = rows_NSBD.to(dtype)
     if weight is None:
         return rows_NSBD.mean(1, keepdim=True)

@@ -1,9 +1,10 @@
-"""Element-wise work on stacks of tensors in one pass over memory: Triton kernels, and the same in plain torch.
+"""Element-wise operations on stacks of tensors in one pass over memory: Triton kernels with a torch fallback.
 
-Shapes: n = tensors in a stack, B = blocks, O = out features, I = in features. What differs from tensor to tensor
-(``scale``, ``good``, ``sane``, ``damping``) is a vector ``[n]`` that stays on the device: the host never reads it.
-Both ways round after every operation, so they give the same bits. The first call on a device compiles kernels: make
-it before a CUDA graph is captured.
+Input: stacks, and values per tensor. Output: the stacks, modified in place. Owns: nothing.
+
+Shapes: n = tensors in a stack, B = blocks, O = out features, I = in features. Values per tensor (``scale``, ``good``,
+``sane``, ``damping``) are vectors ``[n]`` on the device, which the host never reads. Both implementations round after
+every operation, so they are bitwise equal. The first call on a device compiles: make it before capturing a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ TILE = 2048
 
 
 def absorb_(value: Tensor, total: Tensor, decay: float, scale: Tensor, good: Tensor) -> None:
-    """Set ``value[i]`` to ``decay value[i] + scale[i] total[i]`` where ``good[i]``; leave it alone elsewhere.
+    """Set ``value[i]`` to ``decay value[i] + scale[i] total[i]`` where ``good[i]``; leave it unchanged elsewhere.
 
-    ``total[i]`` may hold anything where not ``good[i]``, and holds anything afterwards.
+    ``total[i]`` may be arbitrary where not ``good[i]``, and is undefined afterwards.
     """
     assert value.shape == total.shape
     assert scale.shape == good.shape == value.shape[:1]
     if _use_triton(value, total, scale, good):
         _launch_flat(_absorb_kernel, value, total, scale, good, decay)
-    else:  # in place: new memory costs a CPU more than a pass over old
-        total.mul_(_over(scale, total)).masked_fill_(~_over(good, total), -0.0)  # which changes no number, not even -0
+    else:  # in place: on a CPU, new memory costs more than another pass
+        total.mul_(_over(scale, total)).masked_fill_(~_over(good, total), -0.0)  # -0.0 changes no number, not even -0.0
         kept = torch.full_like(scale, decay, dtype=value.dtype).masked_fill_(~good, 1)
         value.mul_(_over(kept, value)).add_(total)
 
@@ -52,14 +53,14 @@ def divide_(rotated: Tensor, g_values: Tensor, a_values: Tensor, damping: Tensor
     height = TILE // width
     down, across = -(-rows // height), -(-columns // width)
     arguments = (rotated, g_values, a_values, damping, blocks, rows, columns, down, across)
-    kernels.launch(_divide_kernel, n * blocks * down * across, *arguments, HEIGHT=height, WIDTH=width)
+    kernels.launch_kernel(_divide_kernel, n * blocks * down * across, *arguments, HEIGHT=height, WIDTH=width)
     return rotated
 
 
 def finish_(raw: Tensor, update: Tensor, scale: Tensor, sane: Tensor, good: Tensor) -> None:
-    """Set ``raw[i]`` to ``scale[i] update[i]`` where ``sane[i]``; set all to zero if not ``good``, which is one flag.
+    """Set ``raw[i]`` to ``scale[i] update[i]`` where ``sane[i]``; set all to zero if not ``good``, a single flag.
 
-    ``update[i]`` and ``scale[i]`` may hold anything where not ``sane[i]``, ``raw`` too where not ``good``.
+    ``update[i]`` and ``scale[i]`` may be arbitrary where not ``sane[i]``, and ``raw`` where not ``good``.
     """
     assert update.shape == raw.shape
     assert scale.shape == sane.shape == raw.shape[:1]
@@ -76,18 +77,18 @@ def _over(vector: Tensor, stack: Tensor) -> Tensor:
 
 
 def _use_triton(*tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors: contiguous, and float32 or flags."""
+    """Return whether the kernels support these tensors: contiguous, and float32 or bool."""
     return kernels.usable((torch.float32, torch.bool), *tensors) and all(t.is_contiguous() for t in tensors)
 
 
 def _launch_flat(kernel: Callable[..., None], stack: Tensor, *arguments: Any) -> None:
-    """Run a kernel whose programs each do ``BLOCK`` elements of one tensor of the stack."""
+    """Launch a kernel in which each program processes ``BLOCK`` elements of one tensor of the stack."""
     size = stack.numel() // max(len(stack), 1)
     pieces = -(-size // BLOCK)
-    kernels.launch(kernel, len(stack) * pieces, stack, *arguments, size, pieces, BLOCK=BLOCK)
+    kernels.launch_kernel(kernel, len(stack) * pieces, stack, *arguments, size, pieces, BLOCK=BLOCK)
 
 
-# The kernels. Offsets are 64-bit: a stack may have more than 2**31 elements.
+# Kernels. Offsets are 64-bit: a stack may have more than 2**31 elements.
 
 
 def _absorb_kernel(value, total, scale, good, decay, size, pieces, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -1,8 +1,10 @@
-"""Triton, where it runs: kernels are plain functions of their modules until they are first launched.
+"""Compile and launch Triton kernels, where Triton is available.
 
-A kernel finds ``tl`` among the globals of its module, which are given it here. Only constants are annotated: Triton
-looks the names in annotations up, and allows only its own. The first launch on a device compiles: make it before a CUDA
-graph is captured.
+Input: kernels, which are plain functions until they are first launched. Output: launches. Owns: the compiled kernels.
+
+A kernel finds ``tl`` in the globals of its module, where it is set here. Only constants are annotated: Triton resolves
+the names in annotations, and allows only its own. The first launch on a device compiles: make it before capturing a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from torch import Tensor
 tl: Any = None
 """``triton.language``, for the kernel below."""
 
-ROUNDING = {"enable_fp_fusion": False}
-"""As torch rounds. Triton 3.9 warns where the choice is left to it, and 3.10 will choose otherwise."""
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
+"""Round as torch does. Triton 3.9 warns where this is left to its default, and 3.10 will change the default."""
 
 
 def usable(dtypes: Sequence[torch.dtype], *tensors: Tensor) -> bool:
-    """Whether kernels take these tensors: of these types, on one GPU that Triton can run on.
+    """Return whether kernels support these tensors: of these dtypes, all on one GPU that Triton can run on.
 
-    Under TRITON_INTERPRET=1, on the CPU too.
+    With TRITON_INTERPRET=1, on the CPU too.
     """
     device = tensors[0].device
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return False  # before Triton is imported in vain
+        return False  # avoids importing Triton for nothing
     if not all(t.device == device and t.dtype in dtypes for t in tensors):
         return False
     return found() is not None and works(device)
@@ -39,7 +41,7 @@ def usable(dtypes: Sequence[torch.dtype], *tensors: Tensor) -> bool:
 
 @functools.cache
 def found() -> tuple[Any, Any] | None:
-    """Return Triton and its language, None where it is not installed."""
+    """Return Triton and its language; None if it is not installed."""
     try:
         return importlib.import_module("triton"), importlib.import_module("triton.language")
     except ImportError:
@@ -48,7 +50,7 @@ def found() -> tuple[Any, Any] | None:
 
 @functools.cache
 def compiled(kernel: Callable[..., None]) -> Any:
-    """Return a kernel's compiled form."""
+    """Return the compiled form of a kernel."""
     modules = found()
     assert modules is not None
     triton, kernel.__globals__["tl"] = modules
@@ -57,11 +59,12 @@ def compiled(kernel: Callable[..., None]) -> Any:
 
 @functools.cache
 def works(device: torch.device) -> bool:
-    """Whether a kernel runs there. Triton that imports may still lack a C compiler, Python's headers or this GPU."""
-    if device.type != "cuda":  # the variable counts when Triton makes a kernel, not when we are called
+    """Return whether a kernel runs there: even if Triton imports, a C compiler or Python's headers may be missing, or
+    this GPU may not be supported."""
+    if device.type != "cuda":  # Triton reads the variable when it creates a kernel, not now
         return type(compiled(_trial_kernel)).__name__ == "InterpretedFunction"
     try:
-        launch(_trial_kernel, 1, torch.ones(1, device=device))
+        launch_kernel(_trial_kernel, 1, torch.ones(1, device=device))
     except Exception as error:
         warnings.warn(
             f"Triton cannot run kernels on {device}, so dkfac uses slower torch operations there. "
@@ -72,12 +75,12 @@ def works(device: torch.device) -> bool:
     return True
 
 
-def launch(kernel: Callable[..., None], programs: int, first: Tensor, *arguments: Any, **constants: int) -> None:
-    """Run programs of a kernel where its first argument is."""
+def launch_kernel(kernel: Callable[..., None], programs: int, first: Tensor, *arguments: Any, **constants: int) -> None:
+    """Launch ``programs`` programs of a kernel on the device of its first argument."""
     if programs == 0:
         return
-    with torch.cuda.device(first.get_device()):  # Triton launches on the current one, wherever the tensors are
-        compiled(kernel)[(programs,)](first, *arguments, **constants, **ROUNDING)
+    with torch.cuda.device(first.get_device()):  # Triton launches on the current device, not the tensors'
+        compiled(kernel)[(programs,)](first, *arguments, **constants, **COMPILE_OPTIONS)
 
 
 def _trial_kernel(x):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
-"""Many tensors in one launch, wherever they lie: their addresses are numbers in a tensor, which a CUDA graph can read.
+"""Process many tensors at any addresses in one launch: the addresses are data in a tensor, which a CUDA graph can read.
 
-*Outer* tensors (gradients, sums of a step) lie elsewhere each time; *inner* ones are parts of one that stays. Triton
-only: ask ``usable`` first.
+Input: *outer* tensors (gradients, sums of a step), whose addresses change, and *inner* ones, parts of one tensor with a
+fixed address. Output: copies, and updates in place. Owns: tables of addresses. Triton only: check ``usable`` first.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from dkfac.ops import kernels
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-BLOCK = 1024
+MOVE_BLOCK = 1024
 MOST_PROGRAMS = 512
-"""For one tensor: each then does several blocks."""
+"""Limit per tensor; beyond it, each program processes several blocks."""
 DIMS = 4
 FIELDS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Which elements of outer tensors belong to which of an inner one."""
+    """Maps elements of outer tensors to elements of an inner one."""
 
     meta: Tensor
     """``[n, FIELDS]``: elements, slot, index, offset; sizes but the first; strides of inner; strides of outer."""
     dims: int
     programs: int
-    """For each item."""
+    """Number of programs per item."""
 
 
-def usable(*tensors: Tensor) -> bool:
+def are_usable(*tensors: Tensor) -> bool:
     return kernels.usable((torch.float32, torch.bool), *tensors)
 
 
 def describe(
     outer: Sequence[Tensor], inner: Sequence[Tensor], slots: Sequence[int], index: Sequence[int]
 ) -> Items | None:
-    """Return what ``gather`` and ``scatter`` need to know of pairs of tensors of one shape; None if it is too much.
+    """Return what ``gather`` and ``scatter`` need for pairs of tensors of equal shape; None beyond the kernels' limits.
 
     ``inner``: parts of one tensor. ``slots``: where the outer ones' addresses will be. ``index``: of each one's flags.
     """
@@ -58,7 +58,7 @@ def describe(
         most, longest = max(most, DIMS - lack), max(longest, one.numel())
     device = inner[0].device if inner else torch.device("cpu")
     meta = on_its_way([int(number) for row in rows for number in row], device).to(device, non_blocking=True)
-    return Items(meta.view(-1, FIELDS), most, min(MOST_PROGRAMS, -(-longest // BLOCK)))
+    return Items(meta.view(-1, FIELDS), most, min(MOST_PROGRAMS, -(-longest // MOVE_BLOCK)))
 
 
 def _reach(tensor: Tensor) -> int:
@@ -66,7 +66,7 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _merged(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], ...]:
-    """Return sizes and strides with neighbours made one where they lie so in all, and without sizes of 1."""
+    """Return sizes and strides with adjacent dimensions merged where all strides allow it, and without sizes of 1."""
     kept = [i for i, size in enumerate(shape) if size != 1]
     sizes, lines = [shape[i] for i in kept], [[line[i] for i in kept] for line in strides]
     for i in range(len(sizes) - 2, -1, -1):
@@ -78,11 +78,11 @@ def _merged(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], .
 
 
 def on_its_way(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers as a tensor that can be copied to a device without waiting."""
+    """Return numbers as a tensor, pinned for CUDA, that can be copied to a device without synchronizing."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def gather(pointers: Tensor, items: Items, inner: Tensor) -> None:
+def gather_tensors(pointers: Tensor, items: Items, inner: Tensor) -> None:
     """Copy the outer tensors to their parts of an inner one."""
     _move(pointers, items, inner, inner, inner, inner, inner, inner, mode=GATHER)
 
@@ -92,20 +92,20 @@ def scatter(
 ) -> None:
     """Set the outer tensors to ``scale[i] update`` where ``sane[i]``, to ``raw`` elsewhere, to zeros if not ``good``.
 
-    ``raw`` and ``update`` are inner tensors of one shape and layout; i is an item's index.
+    ``raw`` and ``update`` are inner tensors of equal shape and strides; i is an item's index.
     """
     assert raw.stride() == update.stride()
     _move(pointers, items, raw, update, scale, scale, sane, good, mode=SCATTER)
 
 
 class Sources:
-    """Tensors of some forms, wherever they lie, that are copied to their places in one memory.
+    """Copies tensors of given shapes and strides, at any addresses, to fixed places in one memory.
 
-    What ``gather`` launches can be captured, and ``give`` called before a replay.
+    ``gather`` can be captured in a graph; call ``give`` before each replay.
     """
 
     def __init__(self, tensors: Sequence[Tensor], places: Sequence[Tensor], memory: Tensor) -> None:
-        """``places``: views of the memory, which is bytes. Look at ``is_usable``."""
+        """``places``: views of the memory, which is bytes. Check ``is_usable`` afterwards."""
         self._pointers = torch.zeros(len(tensors), dtype=torch.int64, device=memory.device)
         self._moves: list[tuple[Items | None, Tensor]] = []
         dtypes = dict.fromkeys(t.dtype for t in tensors)
@@ -117,14 +117,14 @@ class Sources:
         self.is_usable = self.is_usable and all(items is not None for items, _ in self._moves)
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Say where tensors of the same forms lie. They must be kept until the work is launched."""
+        """Set the addresses of the tensors, which must stay alive until the work is launched."""
         pointers = on_its_way([t.data_ptr() for t in tensors], self._pointers.device)
         self._pointers.copy_(pointers, non_blocking=True)
 
     def gather(self) -> None:
         for items, memory in self._moves:
             assert items is not None
-            gather(self._pointers, items, memory)
+            gather_tensors(self._pointers, items, memory)
 
 
 GATHER, SCATTER, STEP = range(3)
@@ -135,16 +135,16 @@ def _move(
     good: Tensor, *, mode: int,
 ) -> None:  # fmt: skip
     assert raw.storage_offset() == 0
-    kernels.launch(
+    kernels.launch_kernel(
         _move_kernel, len(items.meta) * items.programs, raw, update, pointers, items.meta, scale, left, sane, good,
-        items.programs, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=BLOCK,
+        items.programs, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=MOVE_BLOCK,
     )  # fmt: skip
 
 
-def step(
+def step_tensors(
     pointers: Tensor, items: Items, update: Tensor, rate: Tensor, left: Tensor, sane: Tensor, good: Tensor
 ) -> None:
-    """Set each outer tensor to ``left[n]`` times itself less ``rate[n] update`` where ``sane[i]``, if ``good``.
+    """Set each outer tensor to ``left[n]`` times itself, minus ``rate[n] update`` where ``sane[i]``, if ``good``.
 
     ``update``: an inner tensor. n: the item; i: its index.
     """
@@ -152,15 +152,15 @@ def step(
 
 
 class Totals:
-    """Values ``v`` that stay and totals ``t`` that are to be added to them: ``v <- decay v + scale t``.
+    """Values ``v`` with fixed addresses, and totals ``t`` to be added to them: ``v <- decay v + scale t``.
 
-    All are contiguous. What ``are_finite`` and ``absorb`` launch can be captured, and ``give`` called before a replay.
+    All are contiguous. ``are_finite`` and ``absorb`` can be captured in a graph; call ``give`` before each replay.
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         self._values, device = values, values[0].device
         self._sizes = [value.numel() for value in values]
-        self._programs = min(MOST_PROGRAMS, -(-max(self._sizes) // BLOCK))
+        self._programs = min(MOST_PROGRAMS, -(-max(self._sizes) // MOVE_BLOCK))
         table = [n for v, size in zip(values, self._sizes, strict=True) for n in (v.data_ptr(), size)]
         self._table = on_its_way(table, device).to(device, non_blocking=True)
         self._totals = torch.zeros(len(values), dtype=torch.int64, device=device)
@@ -168,7 +168,7 @@ class Totals:
         self._scales: list[float] = []
 
     def give(self, totals: Sequence[Tensor], scales: list[float]) -> None:
-        """Say what is to be added. The totals must be kept until the work is launched."""
+        """Set the totals and their scales. The totals must stay alive until the work is launched."""
         assert self._sizes == [total.numel() for total in totals]
         device = self._table.device
         self._totals.copy_(on_its_way([total.data_ptr() for total in totals], device), non_blocking=True)
@@ -177,27 +177,27 @@ class Totals:
             self._scale.copy_(on_its_way(scales, device, torch.float32), non_blocking=True)
 
     def are_finite(self) -> Tensor:
-        """Whether all totals are, as a flag on the device."""
+        """Return whether all totals are finite, as a flag on the device."""
         flag = torch.ones((), dtype=torch.int32, device=self._table.device)
         count, programs = len(self._values) * self._programs, self._programs
-        kernels.launch(_finite_kernel, count, self._table, self._totals, flag, programs, BLOCK=BLOCK)
+        kernels.launch_kernel(_finite_kernel, count, self._table, self._totals, flag, programs, BLOCK=MOVE_BLOCK)
         return flag > 0
 
     def absorb(self, decay: float, good: Tensor) -> None:
-        """Add them if ``good``, which is one flag."""
+        """Add the totals in place if ``good``, a single flag on the device."""
         count, programs = len(self._values) * self._programs, self._programs
         given = (self._table, self._totals, self._scale, good, decay, programs)
-        kernels.launch(_absorb_kernel, count, *given, BLOCK=BLOCK)
+        kernels.launch_kernel(_absorb_kernel, count, *given, BLOCK=MOVE_BLOCK)
 
 
-# The kernels. Elements of an item are counted in 32 bits, addresses in 64.
+# Kernels. Offsets within an item are 32-bit, addresses 64-bit.
 
 
 def _move_kernel(  # type: ignore[no-untyped-def]
     raw, update, pointers, meta, scale, left, sane, good, programs,
     MODE: tl.constexpr, DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # MODE: 0 from the outer tensors, 1 to them, 2 a step of theirs.
+    # MODE: 0 gather from the outer tensors, 1 scatter to them, 2 step them.
     item = tl.program_id(0) // programs
     meta += item * FIELDS
     size = tl.load(meta).to(tl.int32)

@@ -1,8 +1,10 @@
-"""One triangle of symmetric matrices in a flat buffer, without index tables: the rectangular full packed format.
+"""Pack one triangle of symmetric matrices into a flat buffer, without index tables: rectangular full packed format.
 
-A matrix of even dimension ``2n`` is cut into ``[[T1, S], [S^T, T2]]`` with ``n x n`` blocks. S is written as it is;
-the upper triangle of T1 and the lower one of T2 fill a rectangle ``n x (n + 1)``. For odd dimensions T1 is one larger
-and the rectangle is square.
+Input: symmetric ``[B, D, D]``. Output: ``[B, D (D + 1) / 2]``, and back. Owns: nothing.
+
+A matrix of even dimension ``2n`` is split into ``[[T1, S], [S^T, T2]]`` with ``n x n`` blocks. S is stored as it is;
+the upper triangle of T1 and the lower one of T2 fill a rectangle ``n x (n + 1)``. For odd dimensions T1 is larger by
+one and the rectangle is square.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def pack_triangle(matrices: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _rectangle(dim: int) -> tuple[int, int]:
-    """Return the rows and columns of the rectangle that holds both triangles."""
+    """Return the number of rows and columns of the rectangle that holds both triangles."""
     m = (dim + 1) // 2
     return m, m + 1 if dim % 2 == 0 else m
 

@@ -1,7 +1,9 @@
 """Apply a decomposed Kronecker-factored curvature to a gradient.
 
-Shapes: B = blocks, O = out features, I = in features (+1 where the bias is folded in). The curvature is
-``A (x) G`` with A acting on I and G on O; norm layers have one factor F that acts on O.
+Input: canonical gradients and decompositions by factor. Output: preconditioned gradients. Owns: nothing.
+
+Shapes: B = blocks, O = out features, I = in features (+1 where the bias is folded in). The curvature is ``A (x) G``
+with A acting on I and G on O; norm layers have one factor F that acts on O.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dkfac.ops.fused import divide_
 
 
 def spectrum(decompositions: dict[str, Eigen], width: int | None = None) -> Tensor:
-    """Return the eigenvalues of the curvature in its eigenbasis, ``[B, O, I]``, I the ``width`` if it is given."""
+    """Return the eigenvalues of the curvature in its eigenbasis, ``[B, O, I]``; ``width``: truncates I."""
     if "F" in decompositions:
         return decompositions["F"].values.unsqueeze(-1)
     out = decompositions["G"].values
@@ -22,7 +24,7 @@ def spectrum(decompositions: dict[str, Eigen], width: int | None = None) -> Tens
 
 
 def input_values(decompositions: dict[str, Eigen]) -> Tensor:
-    """Return the eigenvalues of A, ``[B, I]``; of a doubly factored one products, and 1 for the bias."""
+    """Return the eigenvalues of A, ``[B, I]``; of a doubly factored A the products, and 1 for the bias."""
     if "A" in decompositions:
         return decompositions["A"].values
     channels, positions = (decompositions[key].values for key in ("A_C", "A_S"))
@@ -31,11 +33,11 @@ def input_values(decompositions: dict[str, Eigen]) -> Tensor:
 
 
 def on_map(grad_BOI: Tensor, channels: Tensor, positions: Tensor) -> Tensor:
-    """Multiply inputs that are a flattened map from the right by ``channels (x) positions``; what follows them, a bias,
-    stays."""
+    """Multiply inputs that are a flattened map from the right by ``channels (x) positions``; a bias column after them
+    is left unchanged."""
     c, s = channels.shape[-2], positions.shape[-2]
     b, o, _ = grad_BOI.shape
-    maps = grad_BOI[..., : c * s].reshape(b, o * c, s) @ positions  # folded: a basis for each row would be copies of it
+    maps = grad_BOI[..., : c * s].reshape(b, o * c, s) @ positions  # folded: broadcasting the basis would copy it
     maps = maps.view(b, o, c, s).mT.reshape(b, o * s, c) @ channels
     maps = maps.view(b, o, s, c).mT.reshape(b, o, c * s)
     return torch.cat([maps, grad_BOI[..., c * s :]], -1)
@@ -63,8 +65,8 @@ def precondition_eigen(
 ) -> Tensor:
     """Return ``(curvature + damping I)^-1 grad``, exact for the Kronecker approximation.
 
-    ``moments`` (EKFAC) replace the product of eigenvalues. With damping 0, directions without curvature are
-    left out: the pseudo-inverse.
+    ``moments`` (EKFAC) replace the products of eigenvalues. With damping 0, directions without curvature are dropped:
+    the pseudo-inverse.
     """
     rotated = rotate(grad_BOI, decompositions)
     undamped = isinstance(damping, float) and damping == 0.0
@@ -99,9 +101,9 @@ def precondition_inverse(grad_BOI: Tensor, inverses: dict[str, Inverse]) -> Tens
 
 
 def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[str, Tensor]:
-    """Split damping over the factors (factored Tikhonov): what is added to each factor, ``[B]``.
+    """Split damping over the factors (factored Tikhonov); return what is added to each factor, ``[B]``.
 
-    ``means`` are the factors' mean eigenvalues, ``[B]``; their ratio decides who gets how much.
+    ``means`` are the factors' mean eigenvalues, ``[B]``; their ratio decides the split.
     """
     if "F" in means:
         return {"F": damping + torch.zeros_like(means["F"])}
@@ -117,14 +119,14 @@ def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[
 
 
 TF32_ROUNDING, TF32_TOLERANCE = 2.0**-11 / 3**0.5, 3e-3
-"""What TF32 leaves out of a number, about, and how much of it a preconditioned gradient may have."""
+"""Approximate relative rounding error of TF32, and the largest one accepted in a preconditioned gradient."""
 
 
 def tf32_error(decompositions: dict[str, Decomposition], means: dict[str, Tensor], damping: Tensor | float) -> Tensor:
-    """Return how far, relatively, a gradient preconditioned in TF32 is about to be from the exact one, ``[B]``.
+    """Return the expected relative error of a gradient preconditioned in TF32, ``[B]``.
 
-    Rounding is about the same in all directions, and is divided by little where there is little curvature; of the
-    gradient there is little then too: it is taken to be as large in each direction as the curvature's root.
+    Rounding errors are about equal in all directions, and are amplified where there is little curvature. The gradient
+    is assumed to be as large in each direction as the square root of the curvature.
     """
     bases = {key: d for key, d in decompositions.items() if isinstance(d, Eigen)}
     if len(bases) == len(decompositions):
@@ -146,7 +148,7 @@ def tf32_error(decompositions: dict[str, Decomposition], means: dict[str, Tensor
 def as_inverses(
     decompositions: dict[str, Decomposition], means: dict[str, Tensor], damping: Tensor | float
 ) -> dict[str, Inverse]:
-    """Return damped inverses for all factors, made from the eigenbasis where a factor has one."""
+    """Return damped inverses for all factors, computed from the eigendecomposition where a factor has one."""
     shifts = factored_damping(means, damping)
     inverses: dict[str, Inverse] = {}
     for key, decomposition in decompositions.items():

@@ -1,4 +1,7 @@
-"""The length of an update. Everything stays on the device: no value is read by the host."""
+"""Scale the length of an update, without synchronizing with the device.
+
+Input: norms of the gradient and the update. Output: the scale. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,6 @@ from torch import Tensor
 
 
 def match_norm(before: Tensor, after: Tensor) -> Tensor:
-    """Return the factor that gives a vector of norm ``after`` the norm ``before``; zero stays zero."""
+    """Return the factor that scales a vector of norm ``after`` to norm ``before``; 1 for a zero vector."""
     limits = torch.finfo(after.dtype)
     return torch.where(after > limits.tiny, (before / after).clamp(max=limits.max), 1.0)

@@ -1,4 +1,7 @@
-"""Decompositions made anew from old ones, those of about one size together. Nothing waits for the device."""
+"""Recompute decompositions from previous ones, similar sizes in one batch, without synchronizing with the device.
+
+Input: factors with their previous decompositions. Output: new decompositions, and which are valid. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ from dkfac.ops.decompose import (
 )
 
 Job = tuple[Tensor, Decomposition, Tensor, tuple[int, ...]]
-"""A factor, its old decomposition, its share of the damping, ``[B]``, and the sizes of diagonal blocks that are
-decomposed apart."""
+"""A factor, its previous decomposition, its share of the damping, ``[B]``, and the sizes of diagonal blocks that are
+decomposed separately."""
 
 
 def renewed(jobs: Sequence[Job], times: int = 1) -> list[tuple[Decomposition, Tensor]]:
-    """Return new decompositions from old ones, and which of their blocks are sound, ``[B]``; waits for nothing.
+    """Return new decompositions from previous ones, and which of their blocks are valid, ``[B]``; does not synchronize.
 
-    What is of about one size is decomposed together: on a GPU it is the number of small steps in a row that takes time.
-    ``times``: bases are improved so often.
+    Similar sizes are decomposed in one batch: on a GPU the number of small consecutive steps determines the time.
+    ``times``: number of steps of subspace iteration for eigenbases.
     """
     blocks: list[tuple[Tensor, Decomposition, Tensor]] = []
     for factor, old, shift, pieces in jobs:
@@ -62,22 +65,22 @@ def renewed(jobs: Sequence[Job], times: int = 1) -> list[tuple[Decomposition, Te
     return results
 
 
-ALIGNED = {0: 8, 512: 32}
-"""On a GPU, matrices from a size on are padded to a multiple: odd widths are multiplied much more slowly."""
+SIZE_ALIGNMENT = {0: 8, 512: 32}
+"""On a GPU, matrices of at least this size are padded to this multiple: odd widths are multiplied much more slowly."""
 
 
 def aligned(size: int, device: torch.device) -> int:
-    if device.type != "cuda" or size <= ALIGNED[0]:
+    if device.type != "cuda" or size <= SIZE_ALIGNMENT[0]:
         return size
-    return size + -size % next(multiple for least, multiple in reversed(ALIGNED.items()) if size >= least)
+    return size + -size % next(multiple for least, multiple in reversed(SIZE_ALIGNMENT.items()) if size >= least)
 
 
 ABOUT = 1 / 16
-"""By how much sizes may differ that are padded to one."""
+"""Relative difference of sizes that are padded to the same size."""
 
 
 def _alike(blocks: Sequence[tuple[Tensor, Decomposition, Tensor]]) -> list[tuple[int, list[int]]]:
-    """Return which blocks are decomposed together, and the size they are padded to."""
+    """Return which blocks are decomposed in one batch, with the size that they are padded to."""
     found: dict[Any, list[int]] = {}
     sizes = sorted({f.shape[-1] for f, old, _ in blocks if f.ndim == 3 and isinstance(old, Eigen)}, reverse=True)
     padded: dict[int, int] = {}
@@ -92,7 +95,7 @@ def _alike(blocks: Sequence[tuple[Tensor, Decomposition, Tensor]]) -> list[tuple
 
 
 def _padded(factor: Tensor, old: Decomposition, shift: Tensor, size: int) -> tuple[Tensor, Decomposition, Tensor]:
-    """Return a factor of another size, the further directions apart from the others and after them."""
+    """Return a factor padded to ``size``, the added directions decoupled from the others and ordered after them."""
     own = factor.shape[-1]
     if own == size:
         return factor, old, shift
@@ -105,7 +108,7 @@ def _padded(factor: Tensor, old: Decomposition, shift: Tensor, size: int) -> tup
 
 
 def _sorted_apart(found: Decomposition, own: list[int], counts: list[int]) -> Decomposition:
-    """Return bases in which the further directions of padded factors come after the others, as at first."""
+    """Return bases in which the added directions of padded factors are again ordered after the others."""
     if not isinstance(found, Eigen) or found.vectors is None:
         return found
     values = found.values.clone()

@@ -1,4 +1,7 @@
-"""What a cluster's links and linear algebra cost, as data: measured (``dkfac measure``), published or guessed."""
+"""The cost of a cluster's links and linear algebra, as data: measured (``dkfac measure``), published or guessed.
+
+Input: measurements or a JSON file. Output: seconds of collectives and of work. Owns: nothing; plain frozen data.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,27 @@ from typing import Any
 from dkfac.plan.costs import Costs
 from dkfac.plan.curves import Curve
 
-VERSION = 1
+CLUSTER_VERSION = 1
 
 STEPS = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-all": 1.0, "broadcast": 1.0}
-"""How often a ring passes all of its data on: of p ranks each sends ``p - 1`` times so many pieces, of 1/p each."""
+"""How often a ring collective passes on all of its data: each of p ranks sends ``(p - 1) * STEPS`` pieces of 1/p each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a collective of one group size: ``latency + byte_seconds * bytes`` of the whole buffer.
+    """Seconds of a collective for one group size: ``latency + byte_seconds * bytes`` of the whole buffer.
 
-    Real links bend: switches and traffic shapers let short bursts pass faster. Where ``knots`` were measured, what lies
-    between them is read off there, and what lies beyond goes on as between the last two.
+    Real links are not linear: switches and traffic shapers let short bursts pass faster. If ``knots`` were measured,
+    values between them are interpolated, and values beyond them are extrapolated from the last two.
     """
 
     latency: float
     byte_seconds: float
     error: float = 0.0
-    """Root mean square of the relative errors of the straight line."""
+    """Root mean square of the relative errors of the linear model."""
     knots: tuple[tuple[float, float], ...] = ()
-    """Bytes and seconds, in order."""
+    """Pairs of bytes and seconds, in increasing order."""
 
     def __call__(self, num_bytes: float) -> float:
         if len(self.knots) < 2:
@@ -42,7 +46,7 @@ class Line:
         return first + (num_bytes - a) * (second - first) / (b - a)
 
     def scaled(self, steps: float, volume: float) -> Line:
-        """Return the line of a collective with so many times the start-ups, and so many times the data on a link."""
+        """Return the line of a collective with ``steps`` times the start-ups and ``volume`` times the data."""
 
         def moved(seconds: float) -> float:
             start = min(self.latency, seconds)
@@ -53,7 +57,7 @@ class Line:
 
 
 Lines = Mapping[str, Mapping[int, Line]]
-"""By collective and group size."""
+"""Lines by collective and group size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +65,29 @@ class Cluster:
     name: str
     costs: Costs = field(default_factory=Costs)
     within: Lines = field(default_factory=dict)
-    """Links of ranks on one host."""
+    """Links between ranks on one host."""
     between: Lines = field(default_factory=dict)
-    """Links of ranks on several hosts."""
+    """Links between ranks on several hosts."""
     ranks_per_host: int = 1
     slots: float | None = None
     """How many ranks of a machine compute at full speed at the same time; None: all."""
     slot_ranks: int | None = None
     """How many ranks share the slots; None: those of a host."""
     hidden: tuple[float, float] = (1.0, 1.0)
-    """The speed of transfers beside a forward and beside a backward pass, to their speed alone."""
+    """Speed of transfers during a forward and during a backward pass, relative to their speed alone."""
     memory_bytes: int | None = None
-    """Of a rank."""
+    """Memory of a rank."""
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def seconds(self, how: str, size: int, num_bytes: float, *, one_host: bool) -> float:
-        """Return what a collective of so many ranks takes for a buffer of so many bytes, nothing else running.
+        """Return the seconds of a collective with ``size`` ranks when nothing else is running.
 
-        ``num_bytes``: of the whole buffer, also where each rank gives or gets a part of it.
+        ``num_bytes`` is the size of the whole buffer, even if each rank gives or gets only a part of it.
         """
         return self.line(how, size, one_host=one_host)(num_bytes)
 
     def line(self, how: str, size: int, *, one_host: bool) -> Line:
-        """Return a measured line, or one from the nearest measured size by the steps and volume of a ring."""
+        """Return the measured line, or one derived from the nearest measured size by the steps and volume of a ring."""
         lines = (self.within or self.between) if one_host else (self.between or self.within)
         known = lines.get(how) or _derived(lines, how)
         if not known:
@@ -97,7 +101,7 @@ class Cluster:
         return known[near].scaled(steps, volume)
 
     def with_hosts_of(self, ranks_per_host: int) -> Cluster:
-        """Return the same links with another number of ranks on a host."""
+        """Return a copy with another number of ranks per host."""
         if ranks_per_host < 1:
             raise ValueError(f"{ranks_per_host} ranks on a host: there are 1 or more")
         return replace(self, ranks_per_host=ranks_per_host)
@@ -107,7 +111,7 @@ class Cluster:
         return size in lines.get(how, {})
 
     def to_json(self) -> str:
-        body = asdict(self) | {"version": VERSION}
+        body = asdict(self) | {"version": CLUSTER_VERSION}
         return json.dumps(body, indent=1, sort_keys=True)
 
     @classmethod
@@ -117,9 +121,9 @@ class Cluster:
             body = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is not JSON ({error}); write one with `dkfac measure -o FILE`") from None
-        if not isinstance(body, dict) or body.get("version") != VERSION:
+        if not isinstance(body, dict) or body.get("version") != CLUSTER_VERSION:
             version = body.get("version") if isinstance(body, dict) else None
-            raise ValueError(f"{where} has version {version!r}, this dkfac reads {VERSION}: measure again")
+            raise ValueError(f"{where} has version {version!r}, this dkfac reads {CLUSTER_VERSION}: measure again")
         body.pop("version")
         own = costs_of(body.pop("costs"))
         within, between = _lines(body.pop("within")), _lines(body.pop("between"))
@@ -128,7 +132,7 @@ class Cluster:
 
 
 def costs_of(body: dict[str, Any]) -> Costs:
-    """Return the costs that ``asdict`` made plain."""
+    """Return the costs from the dict that ``asdict`` made of them."""
     curves = {name: _curve(value) for name, value in body["curves"].items()}
     return Costs(**{**body, "curves": curves})
 

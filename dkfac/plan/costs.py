@@ -1,4 +1,7 @@
-"""What work and transfers cost, in seconds: rough analytic figures until they are measured."""
+"""The cost of work and transfers in seconds: rough analytic values unless measured.
+
+Input: sizes of factors, layers and transfers. Output: seconds. Owns: nothing; plain frozen data.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,22 @@ from dkfac.plan.spec import FactorSpec, LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Ratios decide who does what, so rough figures place as well as exact ones; ties are broken by name."""
+    """Placement depends only on ratios of costs, so rough values do as well as exact ones; names break ties."""
 
     flop_seconds: float = 1e-11
-    """Of dense matrix products."""
+    """Seconds per floating point operation of dense matrix products."""
     eigen_flops: float = 60.0
-    """Times dim^3: an eigendecomposition, which runs far below the speed of products."""
+    """Operations of an eigendecomposition in units of dim^3; high, because it runs far below the speed of products."""
     inverse_flops: float = 3.0
     latency_seconds: float = 5e-5
     byte_seconds: float = 1e-9
-    """Of a link, one direction."""
+    """Of a link, in one direction."""
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    """Measured: solvers by a factor's dimension; ``products`` (forward, backward), ``factor`` and ``precondition`` by
-    floating point operations; ``average`` and ``pack`` by elements."""
+    """Measured curves: solvers by a factor's dimension; ``products`` (forward, backward), ``factor`` and
+    ``precondition`` by floating point operations; ``average`` and ``pack`` by elements."""
 
     def work(self, what: str, flops: float) -> float:
-        """Return the seconds of one call of what has a curve other than a solver's."""
+        """Return the seconds of one call of any kind of work except a solver."""
         curve = self.curves.get(what)
         return self.flop_seconds * flops if curve is None else curve(flops)
 
@@ -45,5 +48,5 @@ class Costs:
         return self.work("precondition", passes * layer.grad_elements * dims)
 
     def transfer(self, num_bytes: float) -> float:
-        """Of so many bytes through one rank's link."""
+        """Return the seconds to send ``num_bytes`` over one rank's link."""
         return self.latency_seconds + self.byte_seconds * num_bytes

@@ -1,4 +1,7 @@
-"""Measured seconds as a function of a size."""
+"""Measured seconds as a function of size.
+
+Input: a size. Output: seconds. Owns: nothing; plain frozen data.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size x: ``polynomial`` c0 + c1 x + c2 x^2 + c3 x^3, ``power`` c0 + c1 x^c2, ``exponential``
-    c0 e^(c1 x). It is bent to go through ``knots``, which were measured."""
+    """Seconds for size x: ``polynomial`` c0 + c1 x + c2 x^2 + c3 x^3, ``power`` c0 + c1 x^c2, ``exponential`` c0 e^(c1
+    x); corrected to pass through the measured ``knots``."""
 
     form: str
     coefficients: tuple[float, ...]
     error: float = 0.0
     """Root mean square of the relative errors at sizes left out of the fit."""
     knots: tuple[tuple[float, float], ...] = ()
-    """Sizes and seconds, both rising."""
+    """Pairs of size and seconds, both increasing."""
 
     def __call__(self, size: float) -> float:
         if not self.knots:

@@ -1,4 +1,7 @@
-"""Which factors are reduced together: one start-up per bucket against waiting for the last factor in it."""
+"""Which factors are reduced in one bucket: fewer start-ups against waiting for the last factor of a bucket.
+
+Input: ready times, transfer times and the latency. Output: bucket sizes. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Sequence
 
 
 def optimal(ready: Sequence[float], seconds: Sequence[float], latency: float) -> list[int]:
-    """Return the sizes of consecutive buckets that finish first, exactly, for one channel.
+    """Return the sizes of consecutive buckets that finish earliest on one channel; exact.
 
-    ``ready``: when each item can leave, not falling; ``seconds``: its time on the channel without the start-up.
-    ``f(j) = min over i < j of max(f(i), ready_j) + latency + sum of seconds i+1..j``.
+    ``ready`` is when each item can be sent, in non-decreasing order; ``seconds`` its transfer time without the
+    start-up. ``f(j) = min over i < j of max(f(i), ready_j) + latency + sum of seconds i+1..j``.
     """
     total = [0.0]
     for value in seconds:
@@ -29,9 +32,9 @@ def optimal(ready: Sequence[float], seconds: Sequence[float], latency: float) ->
     return sizes[::-1]
 
 
-def spd(ready: Sequence[float], seconds: Sequence[float], latency: float) -> list[int]:
-    """Return the bucket sizes of SPD-KFAC's published rule: merge the next one if it is ready before the bucket's
-    start-up would be over."""
+def spd_buckets(ready: Sequence[float], seconds: Sequence[float], latency: float) -> list[int]:
+    """Return the bucket sizes of SPD-KFAC's published rule: add the next item if it is ready before the bucket's
+    start-up is over."""
     sizes: list[int] = []
     busy_until = 0.0
     start = 0

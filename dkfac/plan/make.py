@@ -1,4 +1,7 @@
-"""From layers, a strategy's name and a world size to a plan."""
+"""Make a plan from layers, a strategy's name and a world size.
+
+Input: layer specs, the user's choices and a cluster's costs. Output: a plan. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from dkfac.plan.costs import Costs
 from dkfac.plan.plan import Plan, num_bytes
 from dkfac.plan.simulate import Work, average_seconds, ready_times
 from dkfac.plan.spec import LayerSpec, is_input
-from dkfac.plan.strategies import STRATEGIES, Problem
+from dkfac.plan.strategies import STRATEGIES, PlacementProblem
 
 AUTO = ("replicated", "comm-opt", "sharded")
-"""What ``auto`` chooses from: all keep full statistics, so the choice does not change results."""
+"""The strategies that ``auto`` chooses from. All use full statistics, so the choice does not change results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a user can choose of a plan."""
+    """What a user can choose about a plan."""
 
     strategy: str = "auto"
     worker_fraction: float | None = None
@@ -33,7 +36,7 @@ class Choices:
     inverse_interval: int = 100
     inverse_lag: int = 0
     split_dim: int | None = None
-    """As the layers were split: ``spec.split``."""
+    """The ``dim`` by which the layers were split with ``spec.split``."""
 
 
 def make_plan(
@@ -43,17 +46,17 @@ def make_plan(
     cluster: Cluster | None = None,
     work: Work | None = None,
 ) -> Plan:
-    """Return the plan; deterministic in its arguments. ``work``: of a rank in a step, if it is known."""
+    """Return the plan, a deterministic function of the arguments. ``work`` is a rank's work in a step, if known."""
     cluster = cluster or Cluster("guessed")
     if choices.strategy != "auto":
         return _make(choices.strategy, tuple(layers), world_size, choices, cluster, work)
     names = AUTO if choices.share == "gradients" else ("sharded",)
     plans = [_make(name, tuple(layers), world_size, choices, cluster, work) for name in names]
-    return min(plans, key=lambda plan: mean_seconds(plan, choices, cluster, work))  # of equals the first
+    return min(plans, key=lambda plan: mean_seconds(plan, choices, cluster, work))  # on ties the first
 
 
 def mean_seconds(plan: Plan, choices: Choices, cluster: Cluster, work: Work | None = None) -> float:
-    """Predict a step over a whole interval; without ``work`` only K-FAC's part, the rest being the same for all."""
+    """Predict the mean seconds of a step over an interval; without ``work`` only K-FAC's part."""
     return average_seconds(
         plan,
         cluster,
@@ -64,7 +67,7 @@ def mean_seconds(plan: Plan, choices: Choices, cluster: Cluster, work: Work | No
 
 
 def nothing(layers: Sequence[LayerSpec]) -> Work:
-    """Return the work of a rank of which nothing is known."""
+    """Return zero work, for ranks whose work is not known."""
     idle = dict.fromkeys((layer.name for layer in layers), 0.0)
     free = dict.fromkeys(((layer.name, factor.key) for layer in layers for factor in layer.factors), 0.0)
     return Work(idle, idle, free, reduces_gradients=False)
@@ -79,7 +82,9 @@ def _make(
     work: Work | None,
 ) -> Plan:
     costs = cluster.costs
-    problem = Problem(layers, world_size, costs, choices.solver, choices.worker_fraction, choices.replicate_factors)
+    problem = PlacementProblem(
+        layers, world_size, costs, choices.solver, choices.worker_fraction, choices.replicate_factors
+    )
     placements = tuple(STRATEGIES[strategy](problem))
     if choices.share == "weights" and any(len(p.preconditioned_by) > 1 for p in placements):
         single = ", ".join(("layer-wise", "mem-opt", "sharded", "local"))
@@ -103,7 +108,7 @@ def _make(
 def buckets(
     layers: tuple[LayerSpec, ...], world_size: int, choices: Choices, cluster: Cluster, work: Work | None
 ) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return which factors are reduced together: inputs in forward order, then the others in backward order."""
+    """Return the buckets of factors: those of inputs in forward order, then the others in backward order."""
     inputs = [(layer, factor) for layer in layers for factor in layer.factors if is_input(factor.key)]
     others = [(layer, factor) for layer in reversed(layers) for factor in layer.factors if not is_input(factor.key)]
     items = inputs + others
@@ -118,7 +123,7 @@ def buckets(
         byte_seconds * factor.packed_elements * num_bytes(choices.wire_dtype or layer.dtype) for layer, factor in items
     ]
     ready = _ready_times(layers, names, cluster.costs) if work is None else ready_times(layers, names, work)
-    rule = rules.spd if choices.fusion == "spd" else rules.optimal
+    rule = rules.spd_buckets if choices.fusion == "spd" else rules.optimal
     result, start = [], 0
     for size in rule(ready, seconds, latency):
         result.append(tuple(names[start : start + size]))
@@ -127,11 +132,11 @@ def buckets(
 
 
 EXAMPLES = 32
-"""Per rank, where nothing is known of the batch."""
+"""Assumed examples per rank if the batch size is not known."""
 
 
 def _ready_times(layers: tuple[LayerSpec, ...], names: list[tuple[str, str]], costs: Costs) -> list[float]:
-    """Guess when each factor is ready: a forward of two operations per weight and example, a backward of four."""
+    """Estimate when each factor is ready: two operations per weight and example in forward, four in backward."""
     forward, now = {}, 0.0
     for layer in layers:
         forward[layer.name] = now

@@ -1,4 +1,7 @@
-"""Well-known models as lists of layers, for plans without weights or data. Batch norms and embeddings are left out."""
+"""Well-known models as lists of layers, to plan without weights or data. Batch norms and embeddings are omitted.
+
+Input: a model's name. Output: its layers' specs, and their work. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dkfac.plan.spec import FactorSpec, LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layer and how many rows an example is to it."""
+    """A layer and its number of rows per example."""
 
     spec: LayerSpec
     positions: int
@@ -26,7 +29,7 @@ Kernel = tuple[int, int] | int
 
 
 def conv(name: str, inputs: int, outputs: int, kernel: Kernel, side: int, *, bias: bool = False) -> Shape:
-    """``side``: of the output."""
+    """``side`` is the side length of the output."""
     down, across = (kernel, kernel) if isinstance(kernel, int) else kernel
     return _shape(name, "conv", inputs * down * across + bias, outputs, side * side)
 
@@ -92,7 +95,7 @@ def densenet(blocks: tuple[int, ...], growth: int = 32) -> Iterator[Shape]:
 
 
 Chain = tuple[int, tuple[tuple[int, Kernel, int], ...]]
-"""Convolutions one after the other: the inputs, then outputs, kernel and side of each."""
+"""Consecutive convolutions: the input channels, then output channels, kernel and output side of each."""
 
 
 def _chains(name: str, chains: Iterable[Chain]) -> Iterator[Shape]:
@@ -173,7 +176,7 @@ MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
 
 
 def work_of(shapes: Iterable[Shape], examples: int, costs: Costs) -> Work:
-    """Return what a rank with so many examples has to do, from the costs of dense products."""
+    """Return the work of a rank with ``examples`` examples, from the costs of dense matrix products."""
     forward, backward, factors = dict[str, float](), dict[str, float](), dict[tuple[str, str], float]()
     for shape in shapes:
         spec, rows = shape.spec, examples * shape.positions
@@ -187,7 +190,7 @@ def work_of(shapes: Iterable[Shape], examples: int, costs: Costs) -> Work:
 
 
 def scaled(shapes: Iterable[Shape], passes: float, measuring: float) -> Work:
-    """Return work in proportion to its operations that adds up to known seconds of both passes and of measuring."""
+    """Return work proportional to operation counts whose sums are the given seconds of both passes and of measuring."""
     unit = work_of(shapes, 1, Costs(flop_seconds=1.0))
     known = passes / (sum(unit.forward.values()) + sum(unit.backward.values()))
     each = measuring / sum(unit.factors.values())

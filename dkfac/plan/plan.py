@@ -1,4 +1,7 @@
-"""A plan: who measures, holds, decomposes and preconditions each layer. Plain data, the same on every rank."""
+"""A plan: which ranks measure, hold, decompose and precondition each layer.
+
+Input: placements of layers. Output: what each rank holds; JSON. Owns: nothing; plain frozen data, equal on every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,31 @@ from dkfac.plan.spec import FactorSpec, LayerSpec
 Ranks = tuple[int, ...]
 """Sorted ranks of the plan's group."""
 
-VERSION = 2
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who does what for one layer; ``factors`` and ``decomposed_by`` in the order of the layer's factors."""
+    """Who does what for one layer; ``factors`` and ``decomposed_by`` are in the order of the layer's factors."""
 
     statistics: Ranks
-    """Whose batches measure the layer."""
+    """Ranks whose batches measure the layer."""
     factors: tuple[Ranks, ...]
-    """Who holds the running factors."""
+    """Ranks that hold each running factor."""
     decomposed_by: tuple[Ranks, ...]
     preconditioned_by: Ranks
-    """Who holds the decompositions and preconditions the gradient."""
+    """Ranks that hold the decompositions and precondition the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What of a layer a rank holds."""
+    """What a rank holds of a layer."""
 
     running: frozenset[str]
     decompositions: frozenset[str]
     moments: bool
     adam: bool = False
-    """Whether it takes Adam's steps of the layer in the eigenbasis."""
+    """Whether it steps the layer with Adam in the eigenbasis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +50,19 @@ class Plan:
     layers: tuple[LayerSpec, ...]
     placements: tuple[Placement, ...]
     buckets: tuple[tuple[tuple[str, str], ...], ...] = ()
-    """Which factors, as ``(layer, key)``, are reduced together, in the order of launch."""
+    """Factors that are reduced together, as ``(layer, key)``, in launch order."""
     wire_dtype: str | None = None
-    """Of factors and gradients on the wire; None: their own."""
+    """Dtype of factors and gradients in transfers; None: their own."""
     solver: str = "eigen"
     moments: bool = False
     """Whether EKFAC's moments are measured and reduced."""
     share: str = "gradients"
     rows: tuple[tuple[str, str, int], ...] = ()
-    """Factors, as ``(layer, key)``, of which ranks send at most so many rows each instead of their sum."""
+    """Factors for which each rank sends at most this many rows instead of their sum, as ``(layer, key, rows)``."""
     whole: bool = False
-    """Whether factors that are to be decomposed in pieces are not yet: the warm-up."""
+    """During ``split_warmup``: factors are still decomposed whole instead of in pieces."""
     adaptive: bool = False
-    """Whether each factor has an interval of its own, by how it changes, which ranks tell each other."""
+    """Whether each factor has its own interval, adapted to its change, which ranks exchange."""
 
     def __post_init__(self) -> None:
         for layer, placement in zip(self.layers, self.placements, strict=True):
@@ -91,7 +94,8 @@ class Plan:
         return next(p for layer, p in zip(self.layers, self.placements, strict=True) if layer.name == name)
 
     def holding(self, name: str, rank: int) -> Holding:
-        """Return what of a layer a rank holds. EKFAC measures moments in bases, so who measures holds those too."""
+        """Return what a rank holds of a layer. EKFAC measures moments in eigenbases, so ranks that measure hold those
+        too."""
         layer = next(layer for layer in self.layers if layer.name == name)
         placement = self.placement(name)
         keys = [factor.key for factor in layer.factors]
@@ -105,7 +109,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """Return the plan as text; equal sets of ranks are written once."""
+        """Return the plan as JSON; equal sets of ranks are written once."""
         groups: dict[Ranks, int] = {}
 
         def number(ranks: Ranks) -> int:
@@ -122,7 +126,7 @@ class Plan:
         ]
         everyone = tuple(range(self.world_size))
         body = {
-            "version": VERSION,
+            "version": PLAN_VERSION,
             "strategy": self.strategy,
             "world_size": self.world_size,
             "wire_dtype": self.wire_dtype,
@@ -143,8 +147,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan that ``to_json`` wrote."""
         body = json.loads(text)
-        if body.get("version") != VERSION:
-            raise ValueError(f"the plan has version {body.get('version')!r}; this dkfac reads version {VERSION}")
+        if body.get("version") != PLAN_VERSION:
+            raise ValueError(f"the plan has version {body.get('version')!r}; this dkfac reads version {PLAN_VERSION}")
         everyone = tuple(range(body["world_size"]))
         groups = [everyone if ranks == "all" else tuple(ranks) for ranks in body["groups"]]
         return cls(
@@ -185,7 +189,7 @@ class Plan:
         return {"factors": factors, "decompositions": decompositions}
 
     def parts(self, layer: LayerSpec, placement: Placement) -> Iterator[tuple[Ranks, int]]:
-        """Yield what of a layer is held between steps: by whom, and its bytes."""
+        """Yield what is held of a layer between steps: the ranks that hold it, and its bytes."""
         size = _BYTES[layer.dtype]
         users = placement.preconditioned_by
         if self.moments and layer.has_moments:
@@ -209,7 +213,7 @@ def _layer(body: dict[str, Any]) -> LayerSpec:
 
 
 def difference(mine: Any, reference: Any, path: str = "") -> str | None:
-    """Return where two JSON values first differ and how, as ``path: mine instead of reference``."""
+    """Return the first difference between two JSON values, as ``path: mine instead of reference``; None if equal."""
     if isinstance(mine, dict) and isinstance(reference, dict):
         for key in [*reference, *(k for k in mine if k not in reference)]:
             if key not in mine or key not in reference:

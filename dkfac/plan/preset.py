@@ -1,4 +1,7 @@
-"""Clusters that come with dkfac, as files."""
+"""Cluster presets that come with dkfac, as files.
+
+Input: a name or a path. Output: a cluster. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ FOLDER = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
-def load(name: str) -> Cluster:
-    """Return a preset, or what `dkfac measure` wrote to a file."""
+def load_cluster(name: str) -> Cluster:
+    """Return a preset, or the cluster that ``dkfac measure`` wrote to a file."""
     if name in PRESETS:
         return Cluster.from_json((FOLDER / f"{name}.json").read_text(), name)
     if not Path(name).is_file():

@@ -1,4 +1,7 @@
-"""A program: the transfers of a step, in order, that follow from a plan. The same tuple on every rank."""
+"""A program: the ordered transfers of a step that follow from a plan. The same tuple on every rank.
+
+Input: a plan. Output: its transfers, with their buffers and bytes. Owns: nothing; plain frozen data.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,32 @@ from dkfac.plan.spec import LayerSpec
 
 Stage = Literal["header", "factors", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"]
 How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
-"""``rows``: each rank's own to the owner of each part, not added. ``collect``: from equal chunks to owners, after a
-reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These are all-to-alls; the last two move
-only what is not in place yet. ``broadcast``: in the programs of other systems alone."""
+"""``rows``: each rank sends its own rows to the owner of each part; they are not summed. ``collect``: from equal chunks
+to owners, after a reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These three are
+all-to-alls; the last two only move what is not in place yet. ``broadcast``: only in the programs of other systems.
+"""
 
 NUM_SCHEDULES = 4
 """Damping, norm damping, decay and clip: compared at each refresh, as values and squares."""
 
 HEADER_FIXED = 4
-"""The header begins with the number of terms, the bad flag, the error flag and the number of backward passes."""
+"""The header starts with the number of terms, the bad flag, the error flag and the number of backward passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a flat buffer."""
+    """A contiguous part of a flat buffer."""
 
     layer: str
     key: str
     elements: int
     owner: int = -1
-    """Who receives it (reductions) or sends it (shares); -1: everyone."""
+    """The rank that receives it (reductions) or sends it (shares); -1: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective on a flat buffer of ``parts``, ordered by owner and cut in equal chunks where it is cut."""
+    """One collective on a flat buffer of ``parts``, ordered by owner and split in equal chunks if it is split."""
 
     stage: Stage
     how: How
@@ -50,11 +54,11 @@ class Transfer:
 
     @property
     def chunk(self) -> int:
-        """Elements of one member's chunk; the last one is padded."""
+        """Elements of one member's chunk; the last chunk is padded."""
         return -(-self.used // len(self.group))
 
     def sizes(self) -> list[int]:
-        """Return how many elements each member hands to the collective."""
+        """Return how many elements each member passes to the collective."""
         size = len(self.group)
         match self.how:
             case "all-reduce" | "rows" | "broadcast":
@@ -70,21 +74,21 @@ class Transfer:
                 return [end - begin for begin, end in self._owned()]
 
     def elements(self, rank: int) -> int:
-        """Return how many elements a member hands to the collective."""
+        """Return how many elements a member passes to the collective."""
         return self.sizes()[self.group.index(rank)]
 
     def num_bytes(self, rank: int) -> int:
-        """Return the payload that a member hands to the collective."""
+        """Return the bytes that a member passes to the collective."""
         return self.elements(rank) * num_bytes(self.dtype)
 
     @property
     def padding_bytes(self) -> int:
-        """What the whole transfer carries for nothing."""
+        """Bytes of padding in the whole transfer."""
         padded = self.how in ("reduce-scatter", "all-gather")
         return (self.chunk * len(self.group) - self.used) * num_bytes(self.dtype) if padded else 0
 
     def splits(self, rank: int) -> tuple[list[int], list[int]]:
-        """Return how many elements a member sends to, and receives from, each member."""
+        """Return how many elements a member sends to each member, and receives from each."""
         me, size, chunk = self.group.index(rank), len(self.group), self.chunk
         owned = self._owned()
         if self.how == "rows":
@@ -95,7 +99,7 @@ class Transfer:
         return (to_owner, from_chunk) if self.how == "collect" else (from_chunk, to_owner)
 
     def _owned(self) -> list[tuple[int, int]]:
-        """Return where in the buffer each member's own parts lie."""
+        """Return the range of each member's own parts in the buffer."""
         totals = dict.fromkeys(self.group, 0)
         for part in self.parts:
             totals[part.owner] += part.elements
@@ -113,8 +117,14 @@ class Program:
     def stage(self, *stages: Stage) -> tuple[Transfer, ...]:
         return tuple(t for t in self.transfers if t.stage in stages)
 
+    @property
+    def header_first(self) -> bool:
+        """Whether ranks agree on the header before factors are sent: float16 sums are divided by its scales."""
+        order = [t.stage for t in self.transfers if t.stage in ("header", "factors")]
+        return order[:1] == ["header"] and "factors" in order
+
     def only(self, stage: Stage, kept: Container[tuple[str, str]]) -> Program:
-        """Return the program with nothing but these, as (layer, key), in a stage; the same on every rank still."""
+        """Return the program with only these ``(layer, key)`` pairs in a stage; still the same on every rank."""
         found = []
         for transfer in self.transfers:
             if transfer.stage == stage:
@@ -125,7 +135,7 @@ class Program:
         return Program(tuple(found))
 
     def of(self, rank: int, *, measures: bool, decomposes: bool) -> list[Transfer]:
-        """Return what a rank takes part in, in a step of this kind."""
+        """Return the transfers that a rank takes part in, in a step of this kind."""
         skipped: set[str] = set()
         if not measures:
             skipped |= {"header", "factors"}
@@ -135,7 +145,8 @@ class Program:
 
 
 def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
-    """Return the program of a plan; empty on one rank. ``broadcasts``: as published, where dkfac deals and gathers."""
+    """Return the program of a plan; empty for one rank. ``broadcasts``: share decompositions by broadcasts, as
+    published, instead of ``deal`` and all-gather."""
     if plan.world_size == 1:
         return Program(())
     everyone = tuple(range(plan.world_size))
@@ -143,9 +154,9 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     blocks = sum(factor.num_blocks for layer in plan.layers for factor in layer.factors)
     traces = num_factors + len(plan.layers) * plan.moments if plan.wire_dtype == "float16" else 0
     spreads = num_factors if plan.adaptive else 0
-    transfers = [_small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + spreads + traces)]
-    transfers += _reductions(plan, everyone)
-    transfers += _rows(plan, everyone)
+    header = _small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + spreads + traces)
+    factors = [*_reductions(plan, everyone), *_rows(plan, everyone)]
+    transfers = [header, *factors] if plan.wire_dtype == "float16" else [*factors, header]
     if plan.adaptive:
         transfers.append(_small("changes", everyone, 2 * num_factors))
     transfers.append(_small("means", everyone, 2 * NUM_SCHEDULES + num_factors + blocks))
@@ -169,7 +180,7 @@ def _small(stage: Stage, everyone: Ranks, elements: int) -> Transfer:
 
 
 def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
-    """Sums of the factors, bucket by bucket; EKFAC's moments, full size, in a bucket of their own."""
+    """Yield the reductions of factors, bucket by bucket; EKFAC's moments, unpacked, in a separate bucket."""
     by_name = {layer.name: (layer, placement) for layer, placement in zip(plan.layers, plan.placements, strict=True)}
     buckets: list[list[tuple[LayerSpec, Part]]] = []
     as_rows = {(name, key) for name, key, _ in plan.rows}
@@ -203,7 +214,7 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
 
 
 def _rows(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
-    """Rows of the factors that travel so, each rank's to the owner."""
+    """Yield the transfers of factors that are sent as rows, from each rank to the owner."""
     layers = {layer.name: layer for layer in plan.layers}
     by_dtype: dict[str, list[Part]] = {}
     for name, key, number in plan.rows:
@@ -216,11 +227,11 @@ def _rows(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         yield Transfer("factors", "rows", everyone, dtype, tuple(sorted(parts, key=lambda part: part.owner)), -1)
 
 
-Share = tuple[Ranks, str, Part]
-"""A group, a dtype and what its owner sends to the others."""
+SharedPart = tuple[Ranks, str, Part]
+"""A group, a dtype and the part that its owner sends to the others."""
 
 
-def _decompositions(plan: Plan) -> Iterator[Share]:
+def _decompositions(plan: Plan) -> Iterator[SharedPart]:
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         receivers = set(placement.preconditioned_by)
         if plan.moments and layer.has_moments:
@@ -232,8 +243,8 @@ def _decompositions(plan: Plan) -> Iterator[Share]:
                 yield group, layer.dtype, Part(layer.name, factor.key, elements, by[0])
 
 
-def _gradients(plan: Plan) -> Iterator[Share]:
-    """Worker i serves the i-th stretch of consecutive ranks, which it is one of."""
+def _gradients(plan: Plan) -> Iterator[SharedPart]:
+    """Yield the shares of gradients. Worker i serves the i-th range of consecutive ranks, which contains it."""
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         workers = placement.preconditioned_by
         served = plan.world_size // len(workers)
@@ -246,15 +257,15 @@ def _gradients(plan: Plan) -> Iterator[Share]:
 
 
 def gradient_dtype(wire_dtype: str) -> str:
-    """Return how gradients travel: they have no agreed scale, so float16's range would not do."""
+    """Return the dtype in which gradients are sent: they have no agreed scale, so the range of float16 is too small."""
     return "bfloat16" if wire_dtype == "float16" else wire_dtype
 
 
-def _shares(stage: Stage, shares: Iterable[Share]) -> Iterator[Transfer]:
-    """Two transfers per group: owners deal out equal chunks of what they send, all gather the chunks.
+def _shares(stage: Stage, shares: Iterable[SharedPart]) -> Iterator[Transfer]:
+    """Yield two transfers per group: owners distribute equal chunks of what they send, then all gather the chunks.
 
-    One broadcast per owner would load the links of the largest owner alone; an all-gather of what each owns would be
-    padded to the largest.
+    One broadcast per owner would load only the links of the largest owner; an all-gather of what each rank owns would
+    be padded to the largest.
     """
     grouped: dict[tuple[Ranks, str], list[Part]] = {}
     for group, dtype, part in shares:

@@ -1,4 +1,7 @@
-"""Every strategy's predicted step, and the best that fits into the memory there is."""
+"""Predict the step time of every strategy, and find the fastest one that fits into memory.
+
+Input: layer specs, a cluster and a rank's work. Output: plans with their predicted cost. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,24 @@ from dkfac.plan.strategies import FULL_STATISTICS
 from dkfac.plan.timeline import Timeline
 
 MOST_FRACTIONS = 6
-"""Of workers, that are tried: the divisors of the world nearest to its root."""
+"""Number of worker fractions that are tried: the divisors of the world size nearest to its square root."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A plan and what it is predicted to cost."""
+class Candidate:
+    """A plan and its predicted cost."""
 
     plan: Plan
     choices: Choices
     overlap: bool
     seconds: float
-    """Of a step, in the mean over an interval."""
+    """Mean seconds of a step over an interval."""
     memory_bytes: int
-    """Of factors and decompositions, on the rank that holds most."""
+    """Bytes of factors and decompositions on the rank that holds the most."""
     step_bytes: float
-    """That a rank gives to collectives, in the mean over ranks and steps."""
+    """Bytes that a rank passes to collectives, averaged over ranks and steps."""
     steps: tuple[tuple[str, int, Timeline], ...]
-    """Kinds of steps: their name, how many there are in an interval, and one of them."""
+    """Kinds of steps: the name, their number in an interval, and the timeline of one."""
 
     @property
     def name(self) -> str:
@@ -45,7 +48,7 @@ class Found:
         return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}{pieces}{lag}"
 
     def network(self, rank: int = 0) -> tuple[float, float]:
-        """Return hidden and exposed seconds of a rank's transfers, in the mean of a step."""
+        """Return a rank's hidden and exposed seconds of transfers, as the mean of a step."""
         total, hidden, exposed = sum(count for _, count, _ in self.steps), 0.0, 0.0
         for _, count, timeline in self.steps:
             parts = timeline.network(rank).values()
@@ -54,11 +57,11 @@ class Found:
         return hidden / total, exposed / total
 
 
-def predict(plan: Plan, choices: Choices, overlap: bool, cluster: Cluster, work: Work, *, keep: int = 1) -> Found:
-    """Return what a plan costs."""
+def predict(plan: Plan, choices: Choices, overlap: bool, cluster: Cluster, work: Work, *, keep: int = 1) -> Candidate:
+    """Return the predicted cost of a plan."""
     program = expand(plan)
     kinds = kinds_of(choices.factor_interval, choices.inverse_interval, overlap=overlap)
-    if choices.inverse_lag:  # beside steps of the last kind, which are the most
+    if choices.inverse_lag:  # computed during steps of the last kind, which are the most frequent
         each = simulate(plan, cluster, work, replace(kinds[-1][2], decomposes=False), program=program, keep=0).seconds
         beside = choices.inverse_lag * each
         kinds = [(name, count, replace(kind, beside=beside)) for name, count, kind in kinds]
@@ -66,13 +69,13 @@ def predict(plan: Plan, choices: Choices, overlap: bool, cluster: Cluster, work:
         (name, count, simulate(plan, cluster, work, kind, program=program, keep=keep)) for name, count, kind in kinds
     )
     seconds = sum(count * timeline.seconds for _, count, timeline in steps) / choices.inverse_interval
-    return Found(plan, choices, overlap, seconds, most_memory(plan), step_bytes(program, choices, plan), steps)
+    return Candidate(plan, choices, overlap, seconds, most_memory(plan), step_bytes(program, choices, plan), steps)
 
 
 def candidates(
     choices: Choices, world_size: int, *, wire_dtypes: Sequence[str | None]
 ) -> Iterator[tuple[Choices, bool]]:
-    """Yield what can be chosen without changing results (but for rounding, where a precision is offered)."""
+    """Yield all choices that do not change results (except for rounding, if ``wire_dtypes`` offers lower precision)."""
     divisors = [d for d in range(2, world_size) if world_size % d == 0]
     divisors = sorted(sorted(divisors, key=lambda d: (abs(d * d - world_size), d))[:MOST_FRACTIONS])
     for wire in wire_dtypes:
@@ -97,11 +100,11 @@ def search(
     wire_dtypes: Sequence[str | None] = (None,),
     split_dims: Sequence[int | None] = (None,),
     inverse_lags: Sequence[int] = (0,),
-) -> list[Found]:
-    """Return all candidates that fit, the fastest first; of equals the one with less memory, then by name.
+) -> list[Candidate]:
+    """Return all candidates that fit into memory, fastest first; ties are ordered by memory, then by name.
 
-    ``split_dims``: of ``spec.split``, which approximate; ``inverse_lags``: as in the settings, which use older
-    decompositions, computed where nothing else is: on cores or a GPU's units that the steps leave free.
+    ``split_dims`` for ``spec.split`` change results: they approximate. ``inverse_lags`` as in the settings use older
+    decompositions, which are assumed to run on cores or GPU units that the steps leave idle.
     """
     found = []
     for split_dim, lag in itertools.product(split_dims, inverse_lags):
@@ -126,14 +129,14 @@ def search(
 
 
 def choose(layers: Sequence[LayerSpec], world_size: int, cluster: Cluster, choices: Choices, *, overlap: bool) -> Plan:
-    """Return the best plan for ranks whose forward and backward nobody has timed: by K-FAC's own part."""
+    """Return the best plan if forward and backward were not timed: by K-FAC's own part."""
     found = search(layers, world_size, cluster, nothing(layers), choices)
     own = next(one for one in found if one.overlap == overlap)
     return make_plan(layers, world_size, replace(own.choices, fusion=choices.fusion), cluster)
 
 
 def step_bytes(program: Program, choices: Choices, plan: Plan) -> float:
-    """Return what a rank gives to collectives in a step, in the mean over ranks and steps."""
+    """Return the bytes that a rank passes to collectives in a step, averaged over ranks and steps."""
     every = dict.fromkeys(("header", "factors"), choices.factor_interval)
     every |= dict.fromkeys(("means", "status", "decompositions"), choices.inverse_interval)
     total = 0.0
@@ -143,7 +146,7 @@ def step_bytes(program: Program, choices: Choices, plan: Plan) -> float:
 
 
 def most_memory(plan: Plan) -> int:
-    """Return the bytes of factors and decompositions on the rank that holds most."""
+    """Return the bytes of factors and decompositions on the rank that holds the most."""
     both = zip(plan.layers, plan.placements, strict=True)
     parts = (part for layer, placement in both for part in plan.parts(layer, placement))
     return int(max(per_rank(parts, plan.world_size)))

@@ -1,4 +1,7 @@
-"""What shares a network, or a machine's cores, in time. Nothing here knows of K-FAC."""
+"""How jobs share a network or a machine's cores over time. Independent of K-FAC.
+
+Input: start times and durations. Output: end times. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,30 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Job:
-    """A transfer beside the passes."""
+class NetworkJob:
+    """A transfer during the passes."""
 
     stage: str
     name: str
     ready: float
     seconds: float
-    """Alone on the network."""
+    """Duration if nothing else uses the network."""
     queue: int
-    """Jobs of one queue follow each other; queues share the network."""
+    """Jobs in one queue run one after the other; queues share the network."""
 
 
 def share_network(
-    jobs: list[Job], turn: float, end: float, hidden: tuple[float, float]
-) -> list[tuple[float, float, Job]]:
-    """Return when each job begins and is done: one of each queue at a time, which share the network.
+    jobs: list[NetworkJob], turn: float, end: float, hidden: tuple[float, float]
+) -> list[tuple[float, float, NetworkJob]]:
+    """Return the begin and end of each job. One job of each queue runs at a time, and these share the network.
 
-    ``turn`` and ``end``: of forward and of backward, beside which transfers have the speed ``hidden``.
+    ``turn`` and ``end`` are the ends of forward and backward, during which transfers have the relative speeds
+    ``hidden``.
     """
     queues = [[job for job in jobs if job.queue == number] for number in sorted({job.queue for job in jobs})]
     left = [[job.seconds for job in queue] for queue in queues]
     place, begun = [0] * len(queues), [math.nan] * len(queues)
-    found: list[tuple[float, float, Job]] = []
+    found: list[tuple[float, float, NetworkJob]] = []
     now = 0.0
     while any(place[q] < len(queue) for q, queue in enumerate(queues)):
         heads = [q for q, queue in enumerate(queues) if place[q] < len(queue)]
@@ -53,7 +57,7 @@ def share_network(
 
 
 def share_cores(starts: list[float], seconds: list[float], slots: float | None) -> list[float]:
-    """Return when each is done, if ``slots`` of them have full speed together and more share it equally."""
+    """Return the end of each job if up to ``slots`` jobs run at full speed and more share it equally."""
     if slots is None or len(starts) <= slots:
         return [start + value for start, value in zip(starts, seconds, strict=True)]
     left, ends, now = list(seconds), list(starts), min(starts)
@@ -75,7 +79,7 @@ def share_cores(starts: list[float], seconds: list[float], slots: float | None) 
 
 
 def per_rank(shares: Iterable[tuple[Sequence[int], float]], world_size: int) -> list[float]:
-    """Return each rank's total of what sets of ranks have to do, or hold, each of them alike."""
+    """Return the total of each rank; every rank in a set does, or holds, the whole amount of that set."""
     each, common = [0.0] * world_size, 0.0
     for ranks, amount in shares:
         if len(ranks) == world_size:

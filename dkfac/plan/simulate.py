@@ -1,8 +1,10 @@
-"""The time of a step, from a plan's program and what a cluster's links and linear algebra cost.
+"""Simulate the time of a step, from a plan's program and a cluster's costs.
 
-It does what ``run.py`` and ``overlap.py`` do, in their order: forward and backward, in which gradients (and, with
-``overlap``, factors) are reduced beside the work; then, one stage after the other, what is left of the factors, the
-decompositions, their shares, the preconditioning and its shares. All ranks have the same batch size.
+Input: a plan, a cluster and a rank's work. Output: a timeline. Owns: nothing.
+
+Follows ``engine.py`` and ``overlap.py`` in their order: forward and backward, during which gradients (and, with
+``overlap``, factors) are reduced; then, one stage after the other, the remaining factors, decompositions, their shares,
+preconditioning and its shares. All ranks have the same batch size.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from dataclasses import dataclass, field
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.program import Program, Transfer, expand
-from dkfac.plan.sharing import Job, per_rank, share_cores, share_network
+from dkfac.plan.sharing import NetworkJob, per_rank, share_cores, share_network
 from dkfac.plan.spec import LayerSpec
 from dkfac.plan.timeline import Span, Stream, Timeline
 
 BUCKET_BYTES = 25 * 2**20
-"""Of gradients that are reduced together, as DistributedDataParallel does; the first bucket is smaller."""
+"""Size of a bucket of gradients, as in ``DistributedDataParallel``; the first bucket is smaller."""
 FIRST_BUCKET_BYTES = 2**20
 
 
@@ -29,10 +31,10 @@ class Work:
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     factors: Mapping[tuple[str, str], float]
-    """Of measuring each factor, as ``(layer, key)``."""
+    """Seconds to measure each factor, by ``(layer, key)``."""
     optimizer: float = 0.0
     reduces_gradients: bool = True
-    """Whether the gradients are averaged over the ranks in the backward pass."""
+    """Whether gradients are averaged over the ranks in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,16 @@ class Kind:
     decomposes: bool = True
     overlap: bool = False
     beside: float = 0.0
-    """Seconds of the steps beside which decompositions are computed (``inverse_lag``); the rest is waited for."""
+    """Seconds of the steps during which decompositions run in the background (``inverse_lag``); the rest blocks."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """Where each rank is, and what was noted."""
+    """The current time of each rank, and the recorded spans."""
 
     now: list[float]
     kept: frozenset[int]
-    """Whose spans are noted."""
+    """Ranks whose spans are recorded."""
     spans: list[Span] = field(default_factory=list)
 
     def note(self, ranks: Iterable[int], stream: Stream, stage: str, name: str, begin: float, end: float) -> None:
@@ -62,15 +64,17 @@ class Clock:
 
 def simulate(plan: Plan, cluster: Cluster, work: Work, kind: Kind, *, program: Program | None = None,
              keep: int = 8) -> Timeline:  # fmt: skip
-    """Return the timeline of one step of a kind, with the spans of the first ``keep`` ranks."""
+    """Return the timeline of one step of this kind, with the spans of the first ``keep`` ranks."""
     program = expand(plan) if program is None else program
     world = plan.world_size
     clock = Clock([0.0] * world, frozenset(range(min(keep, world))))
     waiting = _passes(plan, cluster, work, kind, program, clock)
     if kind.measures:
-        _transfer_all(program.stage("header"), cluster, clock)
+        header = program.stage("header")
+        _transfer_all(header if program.header_first else (), cluster, clock)
         _work([_packing(plan, cluster)] * world, "pack", cluster, clock)
         _transfer_all(waiting, cluster, clock)
+        _transfer_all(() if program.header_first else header, cluster, clock)
         _work(per_rank(_averaging(plan, cluster), world), "average", cluster, clock)
     if kind.decomposes:
         _transfer_all(program.stage("means"), cluster, clock)
@@ -86,7 +90,7 @@ def simulate(plan: Plan, cluster: Cluster, work: Work, kind: Kind, *, program: P
 
 
 def kinds_of(factor_interval: int, inverse_interval: int, *, overlap: bool = False) -> list[tuple[str, int, Kind]]:
-    """Return the kinds of steps of an interval: their name and how many there are."""
+    """Return the kinds of steps in an interval, with their names and numbers."""
     measured = inverse_interval // factor_interval
     kinds = [
         ("refresh", 1, Kind(True, True, overlap)),
@@ -105,7 +109,7 @@ def average_seconds(plan: Plan, cluster: Cluster, work: Work, *, factor_interval
 
 
 def ready_times(layers: Sequence[LayerSpec], names: Sequence[tuple[str, str]], work: Work) -> list[float]:
-    """Return when each factor, as ``(layer, key)``, is measured, if inputs are in the forward pass."""
+    """Return when each factor, as ``(layer, key)``, is measured, if A factors are measured in the forward pass."""
     now, ready = 0.0, dict[tuple[str, str], float]()
     for layer in layers:
         now += work.forward[layer.name] + work.factors.get((layer.name, "A"), 0.0)
@@ -119,11 +123,11 @@ def ready_times(layers: Sequence[LayerSpec], names: Sequence[tuple[str, str]], w
     return [ready[name] for name in names]
 
 
-# --- forward and backward, which are the same on all ranks ---------------------------------------------------
+# --- forward and backward, which are identical on all ranks --------------------------------------------------
 
 
 def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Program, clock: Clock) -> list[Transfer]:
-    """Run forward and backward; returns the transfers of factors that begin after them."""
+    """Run forward and backward; returns the transfers of factors that start after them."""
     world, everyone = plan.world_size, range(plan.world_size)
     slow = _crowding(cluster, world)
     early = kind.overlap and kind.measures
@@ -140,7 +144,7 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
             do("measure", f"{layer.name} A", work.factors[layer.name, "A"])
             ready[layer.name, "A"] = now
     turn = now
-    jobs, filled, bucket = list[Job](), 0, FIRST_BUCKET_BYTES
+    jobs, filled, bucket = list[NetworkJob](), 0, FIRST_BUCKET_BYTES
     for layer in reversed(plan.layers):
         do("backward", layer.name, work.backward[layer.name])
         filled += layer.grad_elements * num_bytes(layer.dtype)
@@ -158,33 +162,33 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
         for transfer in waiting:
             when = max((ready.get((part.layer, part.key), now) for part in transfer.parts), default=now)
             seconds = _seconds(transfer, cluster)
-            jobs.append(Job("factors", f"bucket {transfer.bucket} {transfer.how}", when, seconds, 1))
+            jobs.append(NetworkJob("factors", f"bucket {transfer.bucket} {transfer.how}", when, seconds, 1))
         waiting = []
     end = last = now
     for begin, done, job in share_network(jobs, turn, end, cluster.hidden):
-        begin = max(begin, done - job.seconds)  # beside work, or another transfer, it takes longer than it moves data
+        begin = max(begin, done - job.seconds)  # during work, or another transfer, it takes longer than it moves data
         clock.note(everyone, "network", job.stage, job.name, begin, done)
         last = max(last, done)
     clock.now = [last] * world
     return waiting
 
 
-def _gradients(cluster: Cluster, world: int, num_bytes: float, now: float) -> Job:
+def _gradients(cluster: Cluster, world: int, num_bytes: float, now: float) -> NetworkJob:
     one_host = world <= cluster.ranks_per_host
-    return Job("gradients", "bucket", now, cluster.seconds("all-reduce", world, num_bytes, one_host=one_host), 0)
+    return NetworkJob("gradients", "bucket", now, cluster.seconds("all-reduce", world, num_bytes, one_host=one_host), 0)
 
 
-# --- the stages after them -------------------------------------------------------------------------------------
+# --- the stages after forward and backward ---------------------------------------------------------------------
 
 
 def _crowding(cluster: Cluster, world: int) -> float:
-    """Return how much slower work is where all ranks of a host work at once."""
+    """Return the slowdown of work when all ranks of a host work at the same time."""
     busy = min(world, cluster.slot_ranks or cluster.ranks_per_host)
     return 1.0 if cluster.slots is None else max(1.0, busy / cluster.slots)
 
 
 def _work(seconds: list[float], stage: str, cluster: Cluster, clock: Clock) -> None:
-    """Let each rank work so long, at full speed; ranks of a host share its slots."""
+    """Advance each rank by this many seconds of work at full speed; ranks of a host share its slots."""
     size = cluster.slot_ranks or cluster.ranks_per_host
     for first in range(0, len(seconds), size):
         ranks = range(first, min(first + size, len(seconds)))
@@ -195,7 +199,7 @@ def _work(seconds: list[float], stage: str, cluster: Cluster, clock: Clock) -> N
 
 
 Shares = Iterator[tuple[Ranks, float]]
-"""Sets of ranks, and the seconds that each of them works."""
+"""Sets of ranks, and the seconds that each rank of a set works."""
 
 
 def _decompositions(plan: Plan, cluster: Cluster) -> Shares:
@@ -205,7 +209,7 @@ def _decompositions(plan: Plan, cluster: Cluster) -> Shares:
 
 
 def _packing(plan: Plan, cluster: Cluster) -> float:
-    """Return the seconds of writing all factors' sums to buffers, and reading them, if that was measured."""
+    """Return the seconds to pack and unpack the sums of all factors, if that was measured."""
     if plan.world_size == 1 or "pack" not in cluster.costs.curves:
         return 0.0
     both = zip(plan.layers, plan.placements, strict=True)
@@ -214,7 +218,7 @@ def _packing(plan: Plan, cluster: Cluster) -> float:
 
 
 def _averaging(plan: Plan, cluster: Cluster) -> Shares:
-    """Yield the absorbing of factors into running ones, if that was measured."""
+    """Yield the work of updating the running factors, if that was measured."""
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         for factor, held in zip(layer.factors, placement.factors, strict=True):
             if "average" in cluster.costs.curves:
@@ -232,7 +236,7 @@ def _transfer_all(transfers: Iterable[Transfer], cluster: Cluster, clock: Clock)
 
 
 def _transfer(transfer: Transfer, cluster: Cluster, clock: Clock) -> None:
-    """Let a group's ranks wait for each other and for the data."""
+    """Advance a group's ranks to the end of a transfer, which starts when all of them are ready."""
     begin = max(clock.now[rank] for rank in transfer.group)
     end = begin + _seconds(transfer, cluster)
     for rank in transfer.group:
@@ -244,7 +248,7 @@ COLLECTIVES = {"collect": "all-to-all", "deal": "all-to-all", "rows": "all-to-al
 
 
 def _seconds(transfer: Transfer, cluster: Cluster) -> float:
-    """Return a transfer's seconds, nothing else on the network."""
+    """Return a transfer's seconds if nothing else uses the network."""
     size, how = len(transfer.group), COLLECTIVES.get(transfer.how, transfer.how)
     if size == 1:
         return 0.0
@@ -258,7 +262,7 @@ def _seconds(transfer: Transfer, cluster: Cluster) -> float:
 
 
 def _extremes(transfer: Transfer) -> list[int]:
-    """Return the ranks that may send or receive most: the owners of most, and any."""
+    """Return the ranks that may send or receive the most: the largest owner, and any other."""
     totals = dict.fromkeys(transfer.group, 0)
     for part in transfer.parts:
         totals[part.owner] += part.elements

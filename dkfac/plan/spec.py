@@ -1,4 +1,7 @@
-"""What the rest of the library needs to know of a layer, without torch."""
+"""What the rest of the library needs to know about a layer, without importing torch.
+
+Input: dimensions of a layer. Output: shapes and numbers of elements. Owns: nothing; plain frozen data.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from typing import Literal
 class FactorSpec:
     key: str
     """``A`` (inputs), ``G`` (output gradients) or ``F`` (norm layers); ``A_C`` and ``A_S`` (channels and positions of
-    the inputs) of a Linear layer on a flattened map, whose A is ``A_C (x) A_S / trace``."""
+    the inputs) for a Linear layer on a flattened map, whose A is ``A_C (x) A_S / trace``."""
     dim: int
     num_blocks: int = 1
     form: Literal["dense", "diagonal"] = "dense"
     pieces: int = 1
-    """In how many diagonal blocks it is decomposed; what is between them is left out."""
+    """Number of diagonal blocks in which it is decomposed; elements between the blocks are ignored."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Sizes of the pieces, which differ by one at most."""
+        """Sizes of the pieces, which differ by at most one."""
         each, more = divmod(self.dim, self.pieces)
         return tuple(each + (i < more) for i in range(self.pieces))
 
@@ -31,7 +34,7 @@ class FactorSpec:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of what has one number per dimension: eigenvalues."""
+        """Shape of a tensor with one number per dimension, such as eigenvalues."""
         return (self.num_blocks, self.dim)
 
     @property
@@ -45,11 +48,11 @@ class FactorSpec:
 
     @property
     def eigen_elements(self) -> int:
-        """Elements of a decomposition: vectors and values, values alone where the basis is the identity."""
+        """Elements of a decomposition: eigenvectors and eigenvalues, or the latter if the basis is the identity."""
         return self.num_elements + (self.num_blocks * self.dim if self.form == "dense" else 0)
 
     def wire_elements(self, solver: str, *, whole: bool = False) -> int:
-        """Elements of a decomposition on the network: triangles of the inverse's pieces, or their vectors and values.
+        """Elements of a decomposition in a transfer: triangles of an inverse's pieces, or eigenvectors and values.
 
         ``whole``: it is in one piece.
         """
@@ -68,7 +71,7 @@ class LayerSpec:
     factors: tuple[FactorSpec, ...]
     grad_elements: int
     dtype: str = "float32"
-    """Of factors, decompositions and preconditioned gradients."""
+    """Dtype of factors, decompositions and preconditioned gradients."""
 
     def factor(self, key: str) -> FactorSpec:
         return next(factor for factor in self.factors if factor.key == key)
@@ -80,7 +83,7 @@ class LayerSpec:
 
     @property
     def grad_shape(self) -> tuple[int, int, int]:
-        """Of the canonical gradient, ``[blocks, out, in]``."""
+        """Shape of the canonical gradient, ``[blocks, out, in]``."""
         out = self.factors[-1]
         return out.num_blocks, out.dim, self.grad_elements // (out.num_blocks * out.dim)
 
@@ -91,7 +94,7 @@ class LayerSpec:
 
 
 def is_input(key: str) -> bool:
-    """Whether a factor is of a layer's inputs."""
+    """Whether a factor belongs to a layer's inputs."""
     return key.startswith("A")
 
 

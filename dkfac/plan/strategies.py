@@ -1,7 +1,9 @@
 """The published ways to distribute K-FAC: one function per strategy, from layers to placements.
 
-Only who decomposes a factor needs its running value, so it lives there alone; ``replicate_factors`` keeps a copy on
-every rank, as the papers do. Costs place; ties are broken by name.
+Input: layer specs, world size and costs. Output: one placement per layer. Owns: nothing.
+
+Only the ranks that decompose a factor need its running value, so only they hold it; ``replicate_factors`` keeps a copy
+on every rank, as the papers do. Placement minimizes costs; ties are broken by name.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from dkfac.plan.spec import FactorSpec, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What a strategy decides on."""
+class PlacementProblem:
+    """The inputs of a strategy."""
 
     layers: tuple[LayerSpec, ...]
     world_size: int
@@ -54,20 +56,20 @@ def balance(costs: Sequence[tuple[float, str]], bins: int) -> list[int]:
     return result
 
 
-def replicated(problem: Problem) -> list[Placement]:
-    """Everything everywhere: no transfers but the factors' sums."""
+def replicated(problem: PlacementProblem) -> list[Placement]:
+    """Every rank does everything: only the factors' sums are communicated."""
     everyone = problem.everyone
     return [Placement(everyone, (everyone,) * len(la.factors), (everyone,) * len(la.factors), everyone)
             for la in problem.layers]  # fmt: skip
 
 
-def layer_wise(problem: Problem) -> list[Placement]:
-    """SC'20 K-FAC-lw: layers dealt out in turn; the owner decomposes, preconditions and sends the gradient."""
+def layer_wise(problem: PlacementProblem) -> list[Placement]:
+    """SC'20 K-FAC-lw: layers are assigned round-robin; the owner decomposes, preconditions and sends the gradient."""
     return [_owned(problem, layer, i % problem.world_size) for i, layer in enumerate(problem.layers)]
 
 
-def factor_wise(problem: Problem) -> list[Placement]:
-    """SC'20 K-FAC-opt: factors dealt out in turn; everyone gets the decompositions and preconditions."""
+def factor_wise(problem: PlacementProblem) -> list[Placement]:
+    """SC'20 K-FAC-opt: factors are assigned round-robin; all ranks receive the decompositions and precondition."""
     owners = iter(range(sum(len(layer.factors) for layer in problem.layers)))
     return [
         problem.place([(next(owners) % problem.world_size,) for _ in layer.factors], problem.everyone)
@@ -75,17 +77,17 @@ def factor_wise(problem: Problem) -> list[Placement]:
     ]
 
 
-def comm_opt(problem: Problem) -> list[Placement]:
-    """KAISA with every rank a worker: factors balanced by cost, decompositions to everyone."""
+def comm_opt(problem: PlacementProblem) -> list[Placement]:
+    """KAISA with every rank a worker: factors balanced by cost, decompositions sent to all ranks."""
     return grid(problem, problem.world_size)
 
 
-def mem_opt(problem: Problem) -> list[Placement]:
-    """KAISA with one worker per layer: the least memory, gradients sent at each step."""
+def mem_opt(problem: PlacementProblem) -> list[Placement]:
+    """KAISA with one worker per layer: the least memory, but gradients are sent in each step."""
     return grid(problem, 1)
 
 
-def hybrid_opt(problem: Problem) -> list[Placement]:
+def hybrid_opt(problem: PlacementProblem) -> list[Placement]:
     """KAISA in between: ``worker_fraction`` of the ranks hold a layer's decompositions."""
     world = problem.world_size
     divisors = [d for d in range(1, world + 1) if world % d == 0]
@@ -93,7 +95,7 @@ def hybrid_opt(problem: Problem) -> list[Placement]:
         return grid(problem, max(d for d in divisors if d <= max(1, world / 2)))
     workers = problem.worker_fraction * world
     for d in divisors:
-        if abs(workers - d) <= 1e-3 * d:  # 0.3333 of 3 ranks is one
+        if abs(workers - d) <= 1e-3 * d:  # e.g. 0.3333 of 3 ranks is one
             return grid(problem, d)
     allowed = ", ".join(f"{d / world:.4g}" for d in divisors)
     raise ValueError(
@@ -102,10 +104,10 @@ def hybrid_opt(problem: Problem) -> list[Placement]:
     )
 
 
-def grid(problem: Problem, rows: int) -> list[Placement]:
-    """Place layers on the columns of a grid with so many rows; a column's ranks are the workers of its layers.
+def grid(problem: PlacementProblem, rows: int) -> list[Placement]:
+    """Place layers on the columns of a grid with ``rows`` rows; the ranks of a column are the workers of its layers.
 
-    Rank = row * columns + column, so that the i-th worker serves the i-th stretch of consecutive ranks.
+    Rank = row * columns + column, so that the i-th worker serves the i-th range of consecutive ranks.
     """
     columns = problem.world_size // rows
     layers = problem.layers
@@ -123,8 +125,8 @@ def grid(problem: Problem, rows: int) -> list[Placement]:
     return [placements[layer.name] for layer in layers]
 
 
-def spd(problem: Problem) -> list[Placement]:
-    """SPD-KFAC: everyone decomposes what is cheaper to repeat than to send; the rest goes to the least loaded rank."""
+def spd(problem: PlacementProblem) -> list[Placement]:
+    """SPD-KFAC: all ranks decompose what is cheaper to repeat than to send; the rest goes to the least loaded rank."""
     everyone, world = problem.everyone, problem.world_size
     factors = [(layer, factor) for layer in problem.layers for factor in layer.factors]
     order = sorted(range(len(factors)), key=lambda i: (-factors[i][1].dim, factors[i][0].name, factors[i][1].key))
@@ -145,14 +147,14 @@ def spd(problem: Problem) -> list[Placement]:
     return [problem.place([next(chosen) for _ in layer.factors], everyone) for layer in problem.layers]
 
 
-def sharded(problem: Problem) -> list[Placement]:
-    """Osawa et al.: each layer has one owner for everything, balanced by memory; factors are reduced to owners only."""
+def sharded(problem: PlacementProblem) -> list[Placement]:
+    """Osawa et al.: each layer has one owner for everything, balanced by memory; factors are reduced only to owners."""
     owners = balance([(layer.state_elements, layer.name) for layer in problem.layers], problem.world_size)
     return [_owned(problem, layer, owner) for layer, owner in zip(problem.layers, owners, strict=True)]
 
 
-def local(problem: Problem) -> list[Placement]:
-    """DP-KFAC: as ``sharded``, but an owner measures on its own batches alone, so factors never travel."""
+def local(problem: PlacementProblem) -> list[Placement]:
+    """DP-KFAC: like ``sharded``, but an owner measures only on its own batches, so factors are never communicated."""
     owners = balance([(layer.state_elements, layer.name) for layer in problem.layers], problem.world_size)
     placements = []
     for layer, owner in zip(problem.layers, owners, strict=True):
@@ -161,7 +163,7 @@ def local(problem: Problem) -> list[Placement]:
     return placements
 
 
-STRATEGIES: dict[str, Callable[[Problem], list[Placement]]] = {
+STRATEGIES: dict[str, Callable[[PlacementProblem], list[Placement]]] = {
     "replicated": replicated,
     "layer-wise": layer_wise,
     "factor-wise": factor_wise,
@@ -176,5 +178,5 @@ FULL_STATISTICS = tuple(name for name in STRATEGIES if name != "local")
 """Strategies whose results do not depend on the number of ranks."""
 
 
-def _owned(problem: Problem, layer: LayerSpec, owner: int) -> Placement:
+def _owned(problem: PlacementProblem, layer: LayerSpec, owner: int) -> Placement:
     return problem.place([(owner,)] * len(layer.factors), (owner,))

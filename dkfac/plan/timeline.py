@@ -1,4 +1,7 @@
-"""A step as spans of time, simulated or recorded: who did what when, on which stream."""
+"""A step as spans of time, simulated or recorded: what each rank did when, on which stream.
+
+Input: spans. Output: seconds by stage, and traces. Owns: nothing; plain frozen data.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of some ranks, in seconds from the step's beginning."""
+    """The spans of some ranks, in seconds from the beginning of the step."""
 
     spans: tuple[Span, ...]
     seconds: float
-    """Until the last rank was done, whether its spans are kept or not."""
+    """Until the last rank was done, even if its spans are not kept."""
 
     def of(self, rank: int, stream: Stream | None = None) -> list[Span]:
         return [s for s in self.spans if s.rank == rank and (stream is None or s.stream == stream)]
@@ -45,12 +48,12 @@ class Timeline:
         return dict(found)
 
     def network(self, rank: int) -> dict[str, tuple[float, float]]:
-        """Return a rank's seconds of transfers by stage: those hidden behind its work, and those it waited for."""
+        """Return a rank's seconds of transfers by stage, as ``(hidden behind its work, exposed)``."""
         work = _union((s.begin, s.end) for s in self.of(rank, "compute"))
         found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         counted: list[tuple[float, float]] = []
         for span in sorted(self.of(rank, "network"), key=lambda s: (s.begin, s.end)):
-            own = _less([(span.begin, span.end)], counted)  # of transfers at the same time the first counts
+            own = _less([(span.begin, span.end)], counted)  # of concurrent transfers only the first counts
             exposed = sum(end - begin for begin, end in _less(own, work))
             found[span.stage][0] += sum(end - begin for begin, end in own) - exposed
             found[span.stage][1] += exposed
@@ -63,7 +66,7 @@ class Timeline:
 
 
 def chrome(timelines: Sequence[tuple[str, Timeline]]) -> str:
-    """Return titled timelines, as predicted and measured ones, as one trace, below each other."""
+    """Return titled timelines, such as predicted and measured ones, as one trace, below each other."""
     events: list[dict[str, Any]] = []
     first = 0
     for title, timeline in timelines:
@@ -79,7 +82,7 @@ def chrome(timelines: Sequence[tuple[str, Timeline]]) -> str:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same points in time as intervals that do not touch."""
+    """Merge intervals that overlap or touch."""
     result: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if result and begin <= result[-1][1]:
@@ -90,7 +93,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _less(intervals: Iterable[tuple[float, float]], others: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return what of some intervals lies in none of the others, which do not touch each other."""
+    """Return the parts of some intervals outside of the others, which must be sorted and disjoint."""
     result: list[tuple[float, float]] = []
     for begin, end in intervals:
         for b, e in others:

@@ -1,0 +1,273 @@
+"""Defer outer products and batch them to amortize launches: a launch costs the host as much for ten calls as for one.
+
+Input: inputs and output gradients of calls. Output: products, added to the layers' sums. Owns: the calls that are not
+summed yet, and the CUDA graphs that sum them.
+
+In a backward pass a call only leaves its input and output gradient here. They are summed when they reach a number of
+bytes, and at the end of the pass: calls of one kind in one batch or, with CUDA graphs, all of them by one graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.capture.calls import Call, CallKind, Form, Route, form_of, plainly, products
+from dkfac.capture.statistics import LayerSums
+from dkfac.capture.timing import StageTimer
+from dkfac.config.settings import Settings
+from dkfac.layers.layer import Layer
+from dkfac.layers.rows import ALL, PATCH_BYTES, Sample, block_of
+from dkfac.ops.graph_cache import StagedFunctions
+
+WAITING_BYTES = 512 * 2**20
+"""Limit on inputs and gradients that are kept alive longer than autograd needs them."""
+
+BATCHED_BYTES = 16 * 2**20
+"""Calls with an input and gradient of this size or more are not concatenated: the copy would cost more than the
+launches it saves. Without CUDA graphs they are not deferred either, because keeping them alive costs more."""
+
+STAGED_BYTES, ALONE_BYTES = 160 * 2**20, 128 * 2**20
+"""With CUDA graphs: replaces ``WAITING_BYTES``, and limits the factors too. Calls of the second size or more are summed
+immediately: copying them for a graph would cost the device more than it saves the host."""
+
+
+MOST_KINDS = 4096
+"""Limit on cached kinds of calls: with inputs of varying length their number is unbounded."""
+
+
+class DeferredProducts:
+    """Calls that have been recorded but not summed yet."""
+
+    def __init__(
+        self, layers: list[Layer], settings: Settings, timer: StageTimer, stop_deferring: Callable[[str], None]
+    ) -> None:
+        """``stop_deferring``: called with a layer whose tensors were modified in place before they were summed."""
+        self._layers, self._settings, self._timer, self._stop_deferring = layers, settings, timer, stop_deferring
+        self._calls: list[Call] = []
+        self._num_bytes = self._factor_bytes = 0
+        self.stages = False
+        """Whether CUDA graphs sum the calls."""
+        self.staged = StagedFunctions()
+        self._shared: tuple[Any, Tensor] | None = None
+        """Key and value of the last sum for A: other layers may have the same input, as in attention."""
+        self._forms: dict[int, Form] = {}
+        self._kinds: dict[Any, CallKind] = {}
+        self._last: dict[int, tuple[bool, int, torch.Size, torch.Size, torch.dtype, torch.dtype, CallKind]] = {}
+        """The last call of each layer: one with the same shapes and dtypes reuses its kind without a lookup."""
+        self._numbers = itertools.count()
+        self._block = (ALL, -1, 0, 0)
+        """Cached ``block_of``: the sample, the number of examples, begin and end of the selected ones."""
+
+    def forget(self, index: int) -> None:
+        """Drop a layer's cached kind, because its weight has been replaced or converted."""
+        self._last.pop(index, None)
+
+    def use_graphs(self, wanted: bool) -> None:
+        self.stages = wanted
+
+    def add(
+        self, index: int, sums: LayerSums, x: Tensor, g: Tensor, examples: int, weight: float, sample: Sample,
+        number: int = -1,
+    ) -> bool:  # fmt: skip
+        """Take over a layer's call and return True; False if its kind is refused. ``number``: identifies the input."""
+        if sample.every > 1:
+            form = self._form(index)
+            if not _fits(form, x, examples):
+                return False
+            x, g, examples, weight = self._sampled(form, x, g, examples, weight, sample)
+        last = self._last.get(index)
+        if (
+            last is None
+            or last[0] is not self.stages
+            or last[1] != examples
+            or last[2] != x.shape
+            or last[3] != g.shape
+            or last[4] is not x.dtype
+            or last[5] is not g.dtype
+        ):
+            kind = self._kind(index, x, g, examples)
+            last = self._last[index] = self.stages, examples, x.shape, g.shape, x.dtype, g.dtype, kind
+        kind = last[6]
+        if kind.route is Route.REFUSED:
+            return False
+        versions = -1 if x.is_inference() else x._version, -1 if g.is_inference() else g._version
+        call = Call(kind, self._layers[index].spec.name, sums, x, g, weight, number, *versions)
+        if kind.route is Route.ALONE:
+            self._sum([call], at_once=True)
+            return True
+        most, factor_bytes = (STAGED_BYTES, kind.factor_bytes) if self.stages else (WAITING_BYTES, 0)
+        if self._calls and (self._num_bytes + kind.num_bytes > most or self._factor_bytes + factor_bytes > most):
+            self.flush()
+        self._calls.append(call)
+        self._num_bytes += kind.num_bytes
+        self._factor_bytes += factor_bytes
+        return True
+
+    def _form(self, index: int) -> Form:
+        form = self._forms.get(index)
+        if form is None:
+            form = self._forms[index] = form_of(self._layers[index])
+        return form
+
+    def _kind(self, index: int, x: Tensor, g: Tensor, examples: int) -> CallKind:
+        """Return the kind of a call, decided once for all calls like it."""
+        form, layer = self._form(index), self._layers[index]
+        if not _fits(form, x, examples):
+            return CallKind(-1, layer, form, examples, Route.REFUSED, 1, 0.0, 0, 0, 1, None)
+        alike = (self.stages, form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples)
+        found = self._kinds.get(alike)
+        if found is None:
+            if len(self._kinds) >= MOST_KINDS:
+                self._kinds.clear()
+            num_bytes = x.nbytes + g.nbytes
+            room = STAGED_BYTES if self.stages else PATCH_BYTES
+            most = max(1, room // max(1, x.nbytes * form.copies)) if num_bytes < BATCHED_BYTES else 1
+            rows = x.shape[0] * math.prod(g.shape[2:]) if form.num_dims else x.numel() // max(1, x.shape[-1])
+            source = (layer.kind, layer.has_bias, x.shape, x.dtype, layer.dtype) if form.is_pointwise else None
+            found = self._kinds[alike] = CallKind(
+                next(self._numbers), layer, form, examples, self._route(form, x, g), most, float(rows), num_bytes,
+                form.num_elements * layer.dtype.itemsize, layer.spec.factor("G").num_blocks, source,
+            )  # fmt: skip
+        return found
+
+    def _sampled(
+        self, form: Form, x: Tensor, g: Tensor, examples: int, weight: float, sample: Sample
+    ) -> tuple[Tensor, Tensor, int, float]:
+        """Return a subset of a call's examples (convolutions) or positions (other layers), and its weight."""
+        if form.num_dims:
+            if self._block[0] is not sample or self._block[1] != examples:
+                self._block = sample, examples, *block_of(examples, sample)
+            begin, end = self._block[2:]
+            kept = end - begin
+            if g.numel() > g.shape[0] * g.shape[1]:
+                return x[begin:end], g[begin:end], kept, weight * examples / kept
+        elif x.ndim > 2:
+            positions = x.numel() // (examples * x.shape[-1])
+            x, g = (_some(t, examples, positions, sample.offset % positions, sample.every) for t in (x, g))
+            return x, g, examples, weight * positions / x.shape[1]
+        return x, g, examples, weight
+
+    def _route(self, form: Form, x: Tensor, g: Tensor) -> Route:
+        """Return how calls like this one are processed."""
+        positions = math.prod(g.shape[2:]) * x.shape[0] if form.num_dims else x.numel() // x.shape[-1]
+        channels = x.shape[1 if form.num_dims else -1]
+        if self._settings.batch_dim != 0 or positions * channels * form.copies * x.element_size() > PATCH_BYTES:
+            return Route.REFUSED
+        limit = ALONE_BYTES if self.stages else BATCHED_BYTES
+        return Route.WAITING if x.nbytes + g.nbytes < limit else Route.ALONE
+
+    def take(self) -> list[Call]:
+        """Remove and return the deferred calls, in the order of the layers if each was called once."""
+        calls, self._calls, self._shared = self._calls[::-1], [], None
+        self._num_bytes = self._factor_bytes = 0
+        return calls
+
+    def flush(self) -> None:
+        """Sum the deferred calls."""
+        calls = self.take()
+        if calls:
+            self._sum(calls)
+
+    def _sum(self, calls: list[Call], *, at_once: bool = False) -> None:
+        """Add calls to their layers' sums; with CUDA graphs by one replay unless ``at_once``."""
+        for call in calls:
+            if not call.is_intact:
+                self._stop_deferring(call.name)
+                return
+        device = calls[0].x.device
+        if self.stages and not at_once:
+            with self._timer.stage("capture", device):
+                self._sum_staged(self._groups(calls), device)
+            return
+        for group in self._groups(calls):
+            with self._timer.stage("capture", device), plainly(self._settings, device):
+                sums = self._products(group)
+            self._give(group, *sums)
+
+    def _groups(self, calls: list[Call]) -> list[list[Call]]:
+        """Partition the calls into groups that are summed in one batch."""
+        alike, found = dict[tuple[int, float], list[Call]](), list[list[Call]]()
+        for call in calls:
+            alike.setdefault((call.kind.number, call.weight), []).append(call)
+        for group in alike.values():
+            most = group[0].kind.most
+            found += [group[start : start + most] for start in range(0, len(group), most)]
+        return found
+
+    def _products(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
+        """Return the sums for A and for G of a group, concatenated over its calls."""
+        (first, *others), settings = calls, self._settings
+        if others:
+            x, g = (torch.cat([getattr(call, name) for call in calls]) for name in ("x", "g"))
+            return products(first, x, g, len(calls), settings, weight=first.weight)
+        source, weight = first.source, first.weight
+        if source is not None and self._shared is not None and source == self._shared[0]:
+            return products(first, first.x, first.g, 1, settings, weight=weight, inputs=self._shared[1].clone())
+        inputs, gradients = products(first, first.x, first.g, 1, settings, weight=weight)
+        self._shared = None if source is None else (source, inputs)
+        return inputs, gradients
+
+    def _sum_staged(self, groups: list[list[Call]], device: torch.device) -> None:
+        """Add groups of calls to their layers' sums with a CUDA graph that reads copies of their tensors."""
+        xs, places, sources = list[list[Tensor]](), list[int](), dict[Any, int]()
+        for group in groups:
+            source = group[0].source if len(group) == 1 else None
+            place = len(xs) if source is None else sources.setdefault(source, len(xs))
+            if place == len(xs):
+                xs.append([call.x for call in group])
+            places.append(place)
+        key = tuple([(group[0].kind.number, len(group), place) for group, place in zip(groups, places, strict=True)])
+        weights = [weight for group in groups for weight in (1.0, group[0].weight)]
+        settings = self._settings
+
+        def sums(*copies: Tensor) -> list[Tensor]:
+            known: dict[int, Tensor] = {}
+            found: list[Tensor] = []
+            with plainly(settings, device):
+                for group, place, g in zip(groups, places, copies[len(xs) :], strict=True):
+                    options: dict[str, Any] = {"inputs": known.get(place), "patch_bytes": STAGED_BYTES}
+                    both = products(group[0], copies[place], g, len(group), settings, weight=1.0, **options)
+                    known[place] = both[0]
+                    found += both
+            return found
+
+        with torch.no_grad():
+            found = self.staged.run(key, sums, weights, *xs, *([call.g for call in group] for group in groups))
+        for group, inputs, gradients in zip(groups, found[::2], found[1::2], strict=True):
+            self._give(group, inputs, gradients)
+
+    def _give(self, calls: list[Call], inputs: Tensor, gradients: Tensor) -> None:
+        """Add a group's products to the sums of its calls."""
+        blocks, rows = calls[0].kind.blocks, calls[0].kind.rows
+        every = (
+            ([inputs], [gradients])
+            if len(calls) == 1
+            else (torch.split(inputs, blocks), torch.split(gradients, blocks))
+        )
+        for call, a, b in zip(calls, *every, strict=True):
+            sums = call.sums
+            if "A" in sums.factors:
+                self._shared = None  # the addition in place may modify the shared sum
+            sums.add("A", a)
+            sums.add("G", b)
+            sums.rows = sums.rows + rows
+
+
+def _some(t: Tensor, examples: int, positions: int, first: int, every: int) -> Tensor:
+    """Return every ``every``-th position of each example, starting at ``first``, ``[examples, kept, features]``."""
+    features = t.shape[-1]
+    if not t.is_contiguous():
+        return t.reshape(examples, positions, features)[:, first::every]
+    size = examples, -(-(positions - first) // every), features
+    return t.as_strided(size, (positions * features, every * features, 1), t.storage_offset() + first * features)
+
+
+def _fits(form: Form, x: Tensor, examples: int) -> bool:
+    """Return whether the layer and the input of a call are of a kind that can be deferred."""
+    return form.number is not None and x.ndim > 1 and x.shape[0] == examples and form.num_dims in (0, x.ndim)

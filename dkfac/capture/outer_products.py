@@ -1,0 +1,212 @@
+"""Outer products that one call of a layer adds to its factors: sums over rows, not scaled.
+
+Input: the rows of a call. Output: sums or rows for A, G and F, and EKFAC's moments. Owns: nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dkfac.capture.statistics import LayerSums
+from dkfac.config.settings import Settings
+from dkfac.layers.conv import Conv, patches, patches_gram
+from dkfac.layers.layer import Layer
+from dkfac.layers.rows import Picked, Rows, first_rows, regroup
+from dkfac.ops import factors as ops
+from dkfac.ops.decompose import Eigen
+from dkfac.plan.spec import FactorSpec, is_input
+
+
+def input_sum(
+    layer: Layer,
+    factor: FactorSpec,
+    rows: Rows,
+    mask: Tensor | None,
+    settings: Settings,
+    *,
+    as_rows: bool = False,
+    parts: int = 1,
+) -> tuple[Tensor, Tensor | float]:
+    """Return the sum for A, or the rows ``[R, D]`` whose outer products it sums, and its divisor.
+
+    ``parts``: number of calls in the examples, which are summed separately: ``[parts * B, D, D]``.
+    """
+    reduce = settings.weight_sharing == "reduce"
+    if rows.image is not None and mask is None and not reduce and not as_rows:
+        module = cast(Conv, layer.module)
+        total = patches_gram(module, rows.image, ones=layer.has_bias, dtype=layer.dtype, parts=parts)
+        return total, float(rows.g.shape[0] * rows.g.shape[1] // parts)
+    a, kept = inputs_of(layer, rows), _kept(layer, rows, mask, settings)
+    count = _count(rows, kept, settings, parts)
+    if reduce:
+        a = regroup(a, rows.examples, layer.name)
+        kept = None if kept is None else regroup(kept, rows.examples, layer.name)
+    if factor.form == "diagonal":
+        diagonal = ops.token_mean_squares if reduce else ops.token_counts
+        return diagonal(a, kept, factor.dim, layer.dtype), count
+    if reduce:
+        a, kept = ops.mean_over_positions(a, kept, layer.dtype), None
+    if as_rows:
+        flat = a.reshape(-1, a.shape[-1]).to(layer.dtype)
+        ones = flat.new_ones(len(flat), 1 if layer.has_bias else 0)
+        flat = torch.cat([flat, ones], dim=1)
+        return flat if kept is None else flat * kept.reshape(-1, 1), count
+    total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept, parts=parts)
+    return ops.in_weight_order(total, _taps(layer, rows)), count
+
+
+def _kept(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings) -> Tensor | None:
+    """Return ``[N, S]``: which rows count; None: all."""
+    n, s = rows.g.shape[:2]
+    picked = rows.picked or Picked((n, s), rows.examples, (slice(None), slice(None)))
+    if mask is None or mask.numel() != math.prod(picked.shape):
+        return rows.valid
+    if 0 < settings.batch_dim < mask.ndim and picked.shape[0] == picked.examples:
+        mask = mask.movedim(settings.batch_dim, 0)
+    mask = mask.reshape(picked.shape)[picked.here].to(rows.g.device, layer.dtype)
+    return mask if rows.valid is None else rows.valid * mask
+
+
+def _count(rows: Rows, kept: Tensor | None, settings: Settings, parts: int = 1) -> Tensor | float:
+    """Return the divisor of a sum over inputs."""
+    if settings.weight_sharing == "reduce":
+        return float(rows.examples // parts)
+    return float(rows.g.shape[0] // parts * rows.g.shape[1]) if kept is None else kept.sum()
+
+
+def map_sum(
+    layer: Layer, factor: FactorSpec, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False
+) -> tuple[Tensor, Tensor | float]:
+    """Return the sum over examples of ``X X^T`` (channels) or ``X^T X`` (positions), where inputs are flattened maps X,
+    and its divisor, which is only returned with the channels (0 with the positions)."""
+    assert not as_rows, "maps do not travel as rows"
+    flat, count = input_sum(layer, factor, rows, mask, settings, as_rows=True)
+    channels, positions = (layer.spec.factor(key).dim for key in ("A_C", "A_S"))
+    maps = flat[:, : channels * positions].view(-1, channels, positions)
+    if factor.key == "A_C":
+        maps = maps.mT
+    sides = maps.reshape(-1, maps.shape[-1])
+    return (sides.mT @ sides).unsqueeze(0), count if factor.key == "A_C" else 0.0
+
+
+def inputs_of(layer: Layer, rows: Rows) -> Tensor:
+    """Return ``[N, S, B, I]``: a convolution's patches, ordered by tap and channel, or the input of another layer."""
+    if rows.image is not None:
+        return patches(cast(Conv, layer.module), rows.image)
+    assert rows.a is not None
+    return rows.a
+
+
+def _taps(layer: Layer, rows: Rows) -> int:
+    return 1 if rows.image is None else math.prod(cast(Conv, layer.module).kernel_size)
+
+
+def gradient_sum(
+    layer: Layer,
+    factor: FactorSpec,
+    rows: Rows,
+    weight: Tensor | float,
+    settings: Settings,
+    *,
+    as_rows: bool = False,
+    parts: int = 1,
+) -> Tensor:
+    """Return the sum for G, or a norm layer's F, times ``weight``; or the rows whose outer products it sums."""
+    g = rows.g
+    if factor.form == "diagonal":
+        return ops.square_sum(g, layer.dtype) * weight
+    if factor.key == "G" and settings.weight_sharing == "reduce":
+        g = regroup(g, rows.examples, layer.name).to(layer.dtype).sum(1, keepdim=True)
+    if as_rows:
+        return g.reshape(-1, g.shape[-1]).to(layer.dtype) * weight**0.5
+    if isinstance(weight, Tensor):
+        return ops.gram(g, ones=False, dtype=layer.dtype, parts=parts) * weight
+    return ops.gram(g, ones=False, dtype=layer.dtype, scale=weight, parts=parts)
+
+
+def add_products(
+    sums: LayerSums,
+    layer: Layer,
+    rows: Rows,
+    weight: Tensor | float,
+    mask: Tensor | None,
+    settings: Settings,
+    *,
+    due: Container[tuple[str, str]] | None,
+    keep: Container[str],
+    inputs: bool,
+) -> None:
+    """Add the products of a call's rows to a layer's sums.
+
+    ``weight``: multiplies sums over gradients. ``due``: factors to measure, as (layer, key), with their noise; None:
+    all, without. ``keep``: factors whose rows are kept instead. ``inputs``: whether to measure the input's factors.
+    """
+    for factor in layer.spec.factors:
+        key, is_own = factor.key, is_input(factor.key)
+        if is_own and not inputs:
+            continue
+        if due is not None and (layer.name, key) not in due:
+            if is_own and key != "A_S":  # the row count serves the other factors too
+                sums.rows = sums.rows + _count(rows, _kept(layer, rows, mask, settings), settings)
+            continue
+        if is_own:
+            total = map_sum if layer.kind == "linear-map" else input_sum
+            value, count = total(layer, factor, rows, mask, settings, as_rows=key in keep)
+            sums.rows = sums.rows + count
+        else:
+            value = gradient_sum(layer, factor, rows, weight, settings, as_rows=key in keep)
+        sums.add(key, value, as_rows=key in keep)
+        if due is not None:
+            sums.add_spread(key, spread(layer, factor, rows, value, weight, mask, settings))
+
+
+def spread(
+    layer: Layer,
+    factor: FactorSpec,
+    rows: Rows,
+    total: Tensor,
+    weight: Tensor | float,
+    mask: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Return the difference of the means over two halves of the examples, scaled to have the variance of ``total``.
+
+    Zero for a single example, whose variance is unknown.
+    """
+    per_example = rows.g.shape[0] // rows.examples if rows.examples > 0 and not rows.g.shape[0] % rows.examples else 1
+    n, first = rows.g.shape[0] // per_example, rows.g.shape[0] // per_example // 2
+    if first == 0:
+        return torch.zeros_like(total)
+    half = first_rows(rows, first * per_example, first if rows.examples == n else rows.examples)
+    if is_input(factor.key):
+        sum_of = map_sum if layer.kind == "linear-map" else input_sum
+        part = sum_of(layer, factor, half, mask, settings)[0]
+    else:
+        part = gradient_sum(layer, factor, half, weight, settings)
+    second = n - first
+    return (part / first - (total - part) / second) * math.sqrt(first * second)
+
+
+def moment_sum(layer: Layer, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
+    """Return the sum over examples of the squared gradient in the eigenbasis, ``[B, O, I]``."""
+    q_a, q_g = basis["A"].vectors, basis["G"].vectors
+    assert q_a is not None
+    assert q_g is not None
+    a = regroup(inputs_of(layer, rows), rows.examples, layer.name).to(layer.dtype)
+    g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
+    q_a, q_g = q_a.to(a), q_g.to(g)  # the model may have been moved or cast since
+    taps = _taps(layer, rows)
+    if taps > 1:
+        order = torch.arange(a.shape[-1], device=a.device).view(-1, taps).mT.reshape(-1)
+        last = torch.arange(a.shape[-1], q_a.shape[1], device=a.device)
+        q_a = q_a[:, torch.cat([order, last])]
+    if layer.has_bias:
+        a = torch.einsum("nsbi,bij->nsbj", a, q_a[:, :-1]) + q_a[:, -1]
+    else:
+        a = torch.einsum("nsbi,bij->nsbj", a, q_a)
+    return ops.gradient_square_sum(a, torch.einsum("nsbo,bop->nsbp", g, q_g))

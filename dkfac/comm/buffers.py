@@ -1,0 +1,56 @@
+"""Flat buffers: where the parts of a transfer are, and small vectors of numbers on any device.
+
+Input: parts of a transfer, tensors, numbers. Output: views of a buffer, factors, vectors. Owns: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.ops.pack import unpack_triangle
+from dkfac.plan.program import Part
+from dkfac.plan.spec import FactorSpec
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a nested dict with its tensors on the CPU: another rank may not be able to access this rank's GPU."""
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def unpack_factor(flat: Tensor, factor: FactorSpec) -> Tensor:
+    """Return a factor, or an inverse, from its packed triangle."""
+    rows = flat.view(factor.num_blocks, -1)
+    return rows if factor.form == "diagonal" else unpack_triangle(rows, factor.dim)
+
+
+def vector(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return numbers, some of them already on the device, as one float64 tensor, without synchronizing with it."""
+    tensors: Any = [v for v in values if isinstance(v, Tensor)]
+    host = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64)
+    flat = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if not tensors:
+        return flat
+    pieces = [
+        v.to(device, torch.float64).reshape(()) if isinstance(v, Tensor) else flat[i] for i, v in enumerate(values)
+    ]
+    return torch.stack(pieces)
+
+
+def places_of(parts: Iterable[Part], flat: Tensor) -> Iterable[tuple[Part, Tensor]]:
+    """Yield each part with its view of a flat buffer, in order."""
+    position = 0
+    for part in parts:
+        yield part, flat[position : position + part.elements]
+        position += part.elements
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

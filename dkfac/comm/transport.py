@@ -1,0 +1,266 @@
+"""Execute the transfers of a program: pack tensors by layer and key into flat buffers, send them, and unpack them.
+
+Input: tensors and numbers of this rank. Output: what the program assigns to this rank. Owns: the process groups and the
+buffers in flight. A single rank is a transport with an empty program.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.comm import agree, collectives
+from dkfac.comm.buffers import dtype_of, on_cpu, places_of, unpack_factor, vector
+from dkfac.comm.collectives import Pending
+from dkfac.comm.groups import Groups
+from dkfac.ops.factors import gram
+from dkfac.ops.pack import pack_triangle
+from dkfac.plan.plan import Plan
+from dkfac.plan.program import Part, Stage, Transfer, expand
+
+Named = dict[tuple[str, str], Tensor]
+"""Tensors by layer and key."""
+
+
+class Transport:
+    """Communication between ranks as planned, from the point of view of one rank."""
+
+    def __init__(self, plan: Plan, groups: Groups, device: torch.device) -> None:
+        """Creates no process group yet: ``open`` does, on all ranks."""
+        self.groups, self.device = groups, device
+        self.rank, self.world_size = groups.rank, groups.world_size
+        self._launched: list[tuple[Transfer, Pending]] = []
+        self.num_launched = 0
+        """Number of buckets of this step that have been launched."""
+        self._read(plan)
+
+    def _read(self, plan: Plan) -> None:
+        self.plan, self.program = plan, expand(plan)
+        self._factors = {(la.name, factor.key): factor for la in plan.layers for factor in la.factors}
+        self._dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
+        self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
+
+    def open(self) -> Transport:
+        """Create the process groups that the program names, and return self. A collective."""
+        self.groups.make(t.group for t in self.program.transfers)
+        return self
+
+    def follow(self, plan: Plan) -> None:
+        """Execute another plan from now on. A collective."""
+        self._read(plan)
+        self.open()
+
+    def close(self) -> None:
+        """Destroy the process groups."""
+        self.groups.close()
+
+    def only(self, stage: Stage, kept: Container[tuple[str, str]]) -> Transport:
+        """Return a copy with the same process groups that, in a stage, transfers only ``kept``, as (layer, key)."""
+        found = copy.copy(self)
+        found.program = self.program.only(stage, kept)
+        found._launched = []
+        return found
+
+    # --- small vectors -------------------------------------------------------------------------------------
+
+    def sum_vector(self, stage: Stage, values: Tensor) -> Tensor:
+        """Return the sum over ranks of a float64 vector."""
+        for transfer in self.program.stage(stage):
+            assert values.numel() == transfer.used, f"{stage}: {values.numel()} instead of {transfer.used} numbers"
+            values = collectives.all_reduce(values.to(self.device).contiguous(), self.groups.everyone).wait()
+        return values
+
+    def sum(self, stage: Stage, values: Sequence[Tensor | float]) -> Tensor:
+        """Return the sum over ranks of a few numbers, in float64."""
+        return self.sum_vector(stage, vector(values, self.device))
+
+    def sum_numbers(self, stage: Stage, values: list[float]) -> list[float]:
+        """Return the sum over ranks of numbers on the host. Blocks until the collective has finished."""
+        for _ in self.program.stage(stage):
+            values = self.sum(stage, values).tolist()
+        return values
+
+    # --- factors -------------------------------------------------------------------------------------------
+
+    def launch_factors(self, bucket: int, sums: Named, scales: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions of a bucket; a missing sum counts as zero.
+
+        ``scales``: divisors of the sums on the wire, where the dtype there has little range.
+        """
+        launched = []
+        for transfer in self.program.stage("factors"):
+            if transfer.bucket != bucket or transfer.how in ("collect", "rows"):
+                continue
+            flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
+            for part, place in places_of(transfer.parts, flat):
+                total = sums.get((part.layer, part.key))
+                if total is not None:
+                    scale = scales.get((part.layer, part.key))
+                    self._pack(part, total if scale is None else total / scale, place)
+            if transfer.how == "all-reduce":
+                pending = collectives.all_reduce(flat, self.groups.everyone)
+            else:
+                wide = torch.promote_types(flat.dtype, torch.float32)
+                pending = collectives.reduce_scatter(flat, self.groups.everyone, wide)
+            launched.append((transfer, pending))
+        return launched
+
+    def launch_rest(self, sums: Named, scales: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions that have not been launched yet; return those of all buckets."""
+        for bucket in range(self.num_launched, self.num_buckets):
+            self._launched += self.launch_factors(bucket, sums, scales)
+        launched, self._launched, self.num_launched = self._launched, [], 0
+        return launched
+
+    def launch_early(self, sums: Named) -> None:
+        """Launch the next bucket during forward or backward."""
+        self._launched += self.launch_factors(self.num_launched, sums, {})
+        self.num_launched += 1
+
+    def drop_launched(self) -> None:
+        """Launch the remaining buckets with zeros, wait for all and discard them: the step will not be taken.
+
+        Ranks may have launched different numbers of them.
+        """
+        for _, pending in self.launch_rest({}, {}):
+            pending.wait()
+
+    def launch_rows(self, rows: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch the transfer of rows ``[R, D]``, R at most the capacity in the plan; the rest stays zero."""
+        launched = []
+        for transfer in (t for t in self.program.stage("factors") if t.how == "rows"):
+            flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
+            for part, place in places_of(transfer.parts, flat):
+                mine = rows.get((part.layer, part.key))
+                if mine is not None:
+                    place[: mine.numel()].copy_(mine.reshape(-1))
+            pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.everyone)
+            launched.append((transfer, pending))
+        return launched
+
+    def finish_rows(self, launched: list[tuple[Transfer, Pending]], scale: Callable[[Part], Tensor]) -> Named:
+        """Wait for rows and return the sums of their outer products, for the factors that this rank holds.
+
+        ``scale``: multiplier of a sum; it is applied to the rows, which have fewer elements.
+        """
+        result: Named = {}
+        for transfer, pending in launched:
+            mine = [part for part in transfer.parts if part.owner == self.rank]
+            received = pending.wait().view(self.world_size, -1)
+            position = 0
+            for part in mine:
+                dim = self._factors[part.layer, part.key].dim
+                rows = received[:, position : position + part.elements].reshape(-1, 1, 1, dim)
+                position += part.elements
+                dtype = self._dtypes[part.layer]
+                rows = rows.to(dtype) * scale(part).sqrt().to(rows.device, dtype)
+                result[part.layer, part.key] = gram(rows, ones=False, dtype=dtype)
+        return result
+
+    def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:
+        """Wait for reductions, forward chunks to their owners, and return the sums that this rank holds."""
+        reduced: list[tuple[Transfer, Tensor]] = []
+        moving: list[tuple[Transfer, Pending]] = []
+        collects = {t.bucket: {} for t in self.program.stage("factors")}  # type: dict[int, dict[str, Transfer]]
+        for transfer in self.program.stage("factors"):
+            if transfer.how == "collect":
+                collects[transfer.bucket][transfer.dtype] = transfer
+        for transfer, pending in launched:
+            flat = pending.wait()
+            if transfer.how == "all-reduce":
+                reduced.append((transfer, flat))
+                continue
+            onward = collects[transfer.bucket][transfer.dtype]
+            send, receive = onward.splits(self.rank)
+            chunk = flat.to(dtype_of(transfer.dtype))[: sum(send)]
+            moving.append((onward, collectives.exchange(chunk, send, receive, self.groups.everyone)))
+        reduced += [(transfer, pending.wait()) for transfer, pending in moving]
+        result: Named = {}
+        for transfer, flat in reduced:
+            parts = [p for p in transfer.parts if p.owner in (-1, self.rank)]
+            for part, place in places_of(parts, flat):
+                value = self._unpack(part, place.to(self._dtypes[part.layer]))
+                scale = scales.get((part.layer, part.key))
+                result[part.layer, part.key] = value if scale is None else value * scale
+        return result
+
+    def _pack(self, part: Part, total: Tensor, place: Tensor) -> None:
+        factor = self._factors.get((part.layer, part.key))
+        if factor is not None and factor.form == "dense":
+            pack_triangle(total, place.view(factor.num_blocks, -1))
+        else:
+            place.copy_(total.reshape(-1))
+
+    def _unpack(self, part: Part, flat: Tensor) -> Tensor:
+        factor = self._factors.get((part.layer, part.key))
+        if factor is None:  # moments, [B, O, I]
+            layer = next(la for la in self.plan.layers if la.name == part.layer)
+            return flat.view(layer.grad_shape)
+        return unpack_factor(flat, factor)
+
+    # --- shares --------------------------------------------------------------------------------------------
+
+    def share(self, stage: Stage, value: Callable[[Part], Tensor | None]) -> Named:
+        """Send what this rank owns, receive what the others own; return flat tensors, in their layers' dtype.
+
+        An owner, too, gets back what went through the buffer: what is rounded for the wire is rounded on all ranks.
+        ``value``: returns the tensor of a part that this rank owns; None sends zeros.
+        """
+        ours = [t for t in self.program.stage(stage) if self.rank in t.group]
+        dealt: list[tuple[Transfer, Pending]] = []
+        for transfer in (t for t in ours if t.how == "deal"):
+            flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
+            for part, place in places_of([p for p in transfer.parts if p.owner == self.rank], flat):
+                own = value(part)
+                if own is not None:
+                    place.copy_(own.reshape(-1))
+            pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.get(transfer.group))
+            dealt.append((transfer, pending))
+        gathered: list[tuple[Transfer, Pending]] = []
+        for transfer, pending in dealt:
+            chunk = torch.nn.functional.pad(received := pending.wait(), (0, transfer.chunk - received.numel()))
+            gathered.append((transfer, collectives.all_gather(chunk, self.groups.get(transfer.group))))
+        result: Named = {}
+        for transfer, pending in gathered:
+            for part, place in places_of(transfer.parts, pending.wait()):
+                result[part.layer, part.key] = place.to(self._dtypes[part.layer])
+        return result
+
+    # --- not listed in any program: attaching, loading, replanning, errors -------------------------------------
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over ranks of a float64 vector, which may be overwritten."""
+        return collectives.all_reduce(values, self.groups.everyone).wait()
+
+    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+        """Return every rank's numbers, on every rank: after loading, and at refreshes where rows may be sent.
+
+        The only collective of a step that its program does not list, because it decides on the next program.
+        """
+        gathered = collectives.all_gather(vector(values, self.device), self.groups.everyone).wait()
+        numbers: list[list[float]] = gathered.view(self.world_size, -1).tolist()
+        return numbers
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's value, with the tensors of its dicts on the CPU, on rank 0; None elsewhere."""
+        return agree.gather_objects(self.groups, on_cpu(value))
+
+    def tell(self, text: str) -> str:
+        """Return rank 0's text, on all ranks."""
+        return agree.tell(self.groups, text, self.device)
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Return rank 0's values, on all ranks."""
+        return collectives.broadcast_from(values.contiguous(), self.groups.global_rank(0), self.groups.everyone).wait()
+
+    def defer(self, error: BaseException) -> BaseException:
+        """Return the error, of which all ranks learn in the next header or status."""
+        return error
+
+    def raise_everywhere(self, error: BaseException | None) -> None:
+        """Raise one rank's error on all ranks. A collective, called once all ranks know that one failed."""
+        agree.raise_everywhere(self.groups, error, self.device)

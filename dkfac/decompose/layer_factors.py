@@ -1,0 +1,106 @@
+"""Decompose the running factors of one layer and install the results in its state.
+
+Input: a layer's running factors and previous decompositions. Output: new decompositions with their outcomes. Owns:
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dkfac.config.settings import Settings
+from dkfac.decompose.fallback import Outcome, refresh
+from dkfac.decompose.layer_damping import damping_of
+from dkfac.factors.layer_state import LayerState, carry_moments, mean_of_live, silence_bias
+from dkfac.layers.layer import Layer
+from dkfac.ops import precondition as ops
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, stored
+
+
+def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
+    """Return the mean eigenvalues ``[B]`` of the running factors that this rank holds, by factor key."""
+    found = {key: mean_of_live(layer, key, silence_bias(layer, key, r.value)) / r.guarded_weight()
+             for key, r in state.running.items()}  # fmt: skip
+    if "A_S" in found:
+        found["A_S"] = torch.full_like(found["A_S"], 1 / layer.spec.factor("A_S").dim)
+    return found
+
+
+def used(layer: Layer, state: LayerState, key: str) -> Tensor:
+    """Return a running factor as it is decomposed. The positions factor ``A_S`` of a flattened map is divided by its
+    trace, because the channels factor ``A_C`` already contains that scale."""
+    factor = silence_bias(layer, key, state.running[key].mean())
+    if key != "A_S":
+        return factor
+    trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return factor / torch.where(trace > 0, trace, 1.0)[:, None, None]
+
+
+def decompose(
+    layer: Layer, state: LayerState, keys: Iterable[str], settings: Settings, step: int
+) -> dict[str, tuple[Decomposition | None, Outcome]]:
+    """Decompose factors that this rank holds, with fallbacks. ``state.means`` must be those of this step. May
+    synchronize with the device."""
+    shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
+    found = {}
+    for key in keys:
+        old, parts = state.decompositions.get(key), pieces(layer, key, settings, step)
+        found[key] = refresh(used(layer, state, key), old, settings.solver, shifts[key], parts)
+    return found
+
+
+def pieces(layer: Layer, key: str, settings: Settings, step: int) -> tuple[int, ...]:
+    """Return the sizes of the diagonal blocks in which a factor is decomposed at a step."""
+    factor = layer.spec.factor(key)
+    return factor.widths if step >= settings.experimental.split_warmup else (factor.dim,)
+
+
+def adopt(
+    layer: Layer,
+    state: LayerState,
+    outcomes: dict[str, Outcome],
+    found: dict[str, Decomposition],
+    settings: Settings,
+    step: int,
+) -> None:
+    """Record the outcomes of a layer's decompositions, identically on every rank, and use the new ones held here.
+
+    Rotates the moments to the new eigenbasis, or drops them where EKFAC has no basis to rotate from or to. Raises a
+    ``RuntimeError`` after ``max_failures`` failures of one factor in a row.
+    """
+    max_failures, basis_dtype = settings.max_failures, settings.experimental.basis_dtype
+    old_basis = state.basis()
+    for key, outcome in outcomes.items():
+        failed = outcome in ("kept", "raw")
+        state.failures[key] = state.failures.get(key, 0) + 1 if failed else 0
+        if state.failures[key] >= max_failures:
+            raise RuntimeError(
+                f"factor {key} of layer {layer.name!r} could not be decomposed {state.failures[key]} times in a row "
+                f"(max_failures={max_failures}); its running value has a mean eigenvalue of "
+                f"{float(state.means[key].mean()):.3g}. More damping, a smaller lr, or skip=[{layer.name!r}] helps."
+            )
+        if not failed:
+            state.decomposed.add(key)
+        if not failed and key in found:
+            state.decompositions[key] = stored(found[key], basis_dtype)
+    state.decomposed_at = step
+    if state.moments is not None and any(outcomes[key] not in ("kept", "raw") for key in found):
+        new_basis = state.basis()
+        is_adams = state.momentum is not None  # which continues in the basis of the weights if there is no other
+        if is_adams or (old_basis is not None and new_basis is not None):
+            state.moments.value = carry_moments(state.moments, state.momentum, old_basis, new_basis)
+        else:
+            state.moments = None
+
+
+def is_ready(layer: Layer, state: LayerState) -> bool:
+    """Whether all factors have been decomposed at least once; until then the layer's raw gradient is used."""
+    return len(state.decomposed) == len(layer.spec.factors)
+
+
+def is_uniform(joined: dict[str, Decomposition], settings: Settings) -> bool:
+    """Whether all factors have an inverse, or all have an eigenbasis and the solver uses eigenbases."""
+    return {type(d) for d in joined.values()} in ({Inverse}, {Inverse} if settings.uses_inverses else {Eigen})

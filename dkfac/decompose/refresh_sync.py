@@ -1,0 +1,198 @@
+"""What ranks exchange during a refresh: mean eigenvalues, the outcome of each decomposition, and decompositions.
+
+Input: what this rank has. Output: the same values on all ranks. Owns: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dkfac.comm.buffers import unpack_factor, vector
+from dkfac.comm.transport import Transport
+from dkfac.config.settings import SCHEDULES, Settings
+from dkfac.config.step_context import StepContext
+from dkfac.decompose import layer_factors
+from dkfac.decompose.fallback import OUTCOMES, Outcome
+from dkfac.factors.layer_state import LayerState
+from dkfac.layers.layer import Layer
+from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse, join, piece, places
+from dkfac.ops.pack import pack_triangle
+from dkfac.plan.program import Part
+from dkfac.plan.spec import FactorSpec
+
+Found = dict[str, dict[str, tuple[Decomposition | None, Outcome]]]
+"""By layer and factor key: a decomposition and the outcome that produced it."""
+Means = dict[str, dict[str, Tensor]]
+"""Mean eigenvalues by layer and factor key."""
+Outcomes = dict[str, dict[str, Outcome]]
+
+
+def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Transport, context: StepContext) -> Means:
+    """Return the factors' mean eigenvalues, identical on all ranks, for the layers that have statistics. Collective,
+    and synchronizes with the device."""
+    has: list[Tensor | float] = []
+    means: list[Tensor] = []
+    for layer in ranks.layers:
+        state, placement = states[layer.name], ranks.placements[layer.name]
+        live = layer_factors.live_means(layer, state)
+        for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
+            speaks = ranks.rank == held[0] and factor.key in state.running
+            has.append((state.running[factor.key].weight > 0) if speaks else 0.0)
+            zeros = torch.zeros(factor.num_blocks, device=layer.weight.device, dtype=layer.dtype)
+            means.append(live[factor.key] if speaks else zeros)
+    device = means[0].device
+    joined = torch.cat([m.to(device, torch.float64) for m in means])
+    flags = vector(has, device)
+    for _ in transport.program.stage("means"):
+        scheduled = [context.at(name) for name in SCHEDULES]
+        told = vector([*scheduled, *(value * value for value in scheduled)], device)
+        together = transport.sum_vector("means", torch.cat([told, flags, joined]))
+        _check_schedules(together[: len(told)].tolist(), transport.world_size, context.step)
+        flags, joined = together[len(told) :][: len(has)], together[len(told) :][len(has) :]
+    return _complete(ranks.layers, flags, joined)
+
+
+def _complete(layers: list[Layer], flags: Tensor, joined: Tensor) -> Means:
+    """Return the means of the layers whose factors all have statistics. Synchronizes with the device."""
+    counts, position, result = iter(flags.tolist()), 0, Means()
+    for layer in layers:
+        complete = min(next(counts) for _ in layer.spec.factors) > 0
+        found = {}
+        for factor in layer.spec.factors:
+            found[factor.key] = joined[position : position + factor.num_blocks].to(layer.weight.device, layer.dtype)
+            position += factor.num_blocks
+        if complete:
+            result[layer.name] = found
+    return result
+
+
+def _check_schedules(sums: list[float], world_size: int, step: int) -> None:
+    """Raise on all ranks if they do not all have the same damping, decay and clip."""
+    for i, name in enumerate(SCHEDULES):
+        total, squares = sums[i], sums[i + len(SCHEDULES)]
+        if world_size * squares - total * total > 1e-9 * total * total:
+            raise RuntimeError(
+                f"{name} is not the same on all ranks at step {step} (its mean is {total / world_size:g}): a schedule "
+                f"must not depend on what one rank alone knows; reduce the loss it follows first"
+            )
+
+
+def agree_on_outcomes(
+    ranks: RankPlan,
+    states: dict[str, LayerState],
+    transport: Transport,
+    due: Iterable[Layer],
+    found: Found,
+    error: BaseException | None,
+    only: Container[tuple[str, str]] | None = None,
+) -> Outcomes:
+    """Return the outcome of each factor's decomposition, identical on all ranks; an error on one rank is raised on all.
+
+    If ranks that decomposed the same factor report different outcomes, all of them keep the previous decomposition.
+    ``only`` restricts the factors that were due, as ``(layer, key)`` pairs. Collective.
+    """
+    codes = []
+    for layer in ranks.layers:
+        mine = found.get(layer.name, {})
+        codes += [float(1 + OUTCOMES.index(mine[f.key][1])) if f.key in mine else 0.0 for f in layer.spec.factors]
+    values = [float(error is not None), *codes, *(code * code for code in codes)]
+    told = transport.sum_numbers("status", values)
+    if told[0] > 0:
+        transport.raise_everywhere(error)
+    names = {layer.name for layer in due}
+    result: Outcomes = {}
+    i = 1
+    for layer in ranks.layers:
+        for factor, by in zip(layer.spec.factors, ranks.placements[layer.name].decomposed_by, strict=True):
+            total, squares = told[i], told[i + len(codes)]
+            i += 1
+            if layer.name not in names or not (only is None or (layer.name, factor.key) in only):
+                continue
+            agreed = len(by) * squares == total * total
+            fallback: Outcome = "kept" if factor.key in states[layer.name].decomposed else "raw"
+            outcome = OUTCOMES[round(total / len(by)) - 1] if agreed else fallback
+            result.setdefault(layer.name, {})[factor.key] = outcome
+    return result
+
+
+def share_decompositions(
+    settings: Settings,
+    transport: Transport,
+    due: Iterable[Layer],
+    found: Found,
+    outcomes: Outcomes,
+    since: int,
+    only: Container[tuple[str, str]] | None = None,
+) -> dict[str, dict[str, Decomposition]]:
+    """Return the new decompositions that this rank holds: its own and those received from other ranks.
+
+    ``since`` is the step of the factors; it decides in which pieces they were decomposed. Collective.
+    """
+    own = {layer.name: {key: d for key, (d, _) in found.get(layer.name, {}).items() if d is not None} for layer in due}
+    by_name = {layer.name: layer for layer in due}
+    solver = settings.solver
+    if only is not None:
+        transport = transport.only("decompositions", only)
+
+    def value(part: Part) -> Tensor | None:
+        decomposition = own.get(part.layer, {}).get(part.key)
+        if decomposition is None or outcomes[part.layer][part.key] in ("kept", "raw"):
+            return None
+        pieces = layer_factors.pieces(by_name[part.layer], part.key, settings, since)
+        return pack_decomposition(decomposition, solver, pieces)
+
+    for (name, key), flat in transport.share("decompositions", value).items():
+        if name not in by_name or outcomes[name][key] in ("kept", "raw"):
+            continue
+        layer = by_name[name]
+        own[name][key] = unpack_decomposition(
+            flat.to(layer.weight.device),
+            layer.spec.factor(key),
+            layer_factors.pieces(layer, key, settings, since),
+            is_inverse=solver == "cholesky" or outcomes[name][key] == "cholesky",
+            packed=solver == "cholesky",
+        )
+    return own
+
+
+def pack_decomposition(decomposition: Decomposition, solver: str, pieces: tuple[int, ...] = ()) -> Tensor:
+    """Return a decomposition as one flat tensor: the triangle of an inverse, or eigenvectors and eigenvalues.
+
+    With an eigen solver, an inverse (a fallback) is sent in place of the eigenvectors. ``pieces`` are the sizes of the
+    diagonal blocks outside of which the decomposition is zero; only the blocks are packed.
+    """
+    if len(pieces) > 1:
+        cut = [piece(decomposition, here) for here in places(pieces)]
+        return torch.cat([pack_decomposition(part, solver) for part in cut])
+    match decomposition:
+        case Inverse(matrix):
+            if matrix.ndim == 2:
+                return matrix.reshape(-1)
+            if solver == "cholesky":
+                return pack_triangle(matrix).reshape(-1)
+            return torch.cat([matrix.reshape(-1), matrix.new_zeros(matrix.shape[0] * matrix.shape[1])])
+        case Eigen(vectors, values):
+            return values.reshape(-1) if vectors is None else torch.cat([vectors.reshape(-1), values.reshape(-1)])
+
+
+def unpack_decomposition(
+    flat: Tensor, factor: FactorSpec, pieces: tuple[int, ...] = (), *, is_inverse: bool, packed: bool
+) -> Decomposition:
+    if len(pieces) > 1:
+        each = [replace(factor, dim=width, pieces=1) for width in pieces]
+        flats = torch.split(flat, [one.wire_elements("cholesky" if packed else "eigen") for one in each])
+        both = zip(flats, each, strict=True)
+        return join([unpack_decomposition(part, one, is_inverse=is_inverse, packed=packed) for part, one in both])
+    if is_inverse and (packed or factor.form == "diagonal"):
+        return Inverse(unpack_factor(flat, factor))
+    if factor.form == "diagonal":
+        return Eigen(None, flat.view(factor.shape))
+    matrix = flat[: factor.num_elements].view(factor.shape).clone()
+    if is_inverse:
+        return Inverse(matrix)
+    return Eigen(matrix, flat[factor.num_elements :].view(factor.row_shape).clone())

@@ -1,0 +1,1 @@
+"""From batch statistics to running factors: sums over ranks, batch factors, averages; the state of a layer."""

@@ -1,0 +1,215 @@
+"""The state of a layer: tensors that live longer than a step.
+
+Input: batch factors, decompositions, moments. Output: running averages, and moments in a new basis. Owns: what a rank
+holds of each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.layers.layer import Layer
+from dkfac.ops.decompose import Decomposition, Eigen, from_tensors, mean_eigenvalue
+from dkfac.ops.precondition import on_map, rotate
+from dkfac.plan.spec import is_input
+
+
+@dataclass(slots=True)
+class Average:
+    """A decaying average that carries its weight, so that it is unbiased from the first value on."""
+
+    value: Tensor
+    weight: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor) -> Average:
+        return cls(torch.zeros_like(like), torch.zeros((), dtype=like.dtype, device=like.device))
+
+    def update(self, batch: Tensor, decay: float, good: Tensor) -> None:
+        """Absorb a batch unless ``good`` (on the device) is False."""
+        self.value = torch.where(good, torch.add(batch, self.value, alpha=decay), self.value)
+        self.weight = torch.where(good, self.weight * decay + 1, self.weight)
+
+    def mean(self) -> Tensor:
+        """Return the average; zero before the first value."""
+        return self.value / self.guarded_weight()
+
+    def guarded_weight(self) -> Tensor:
+        """Return the weight, clamped to be positive."""
+        return self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
+
+
+FIRST_DAMPING = 10.0
+"""Damping of ``curvature="adaptive"`` in a layer's first step, which is then nearly the optimizer's own."""
+
+
+@dataclass(slots=True)
+class Adaptive:
+    """What ``curvature="adaptive"`` keeps in addition to its moments."""
+
+    log_damping: Tensor
+    log_length: Tensor
+    """Logarithm of the length of an update relative to the optimizer's own."""
+    outputs: Tensor
+    """Sums of second moments of gradients over inputs, ``[B, O]``, with the weight of the second moments."""
+    inputs: Tensor
+    """The same over outputs, ``[B, I]``."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], **like: Any) -> Adaptive:
+        blocks, down, across = shape
+        first = torch.full((), math.log(FIRST_DAMPING), **like)
+        return cls(
+            first, torch.zeros((), **like), torch.zeros(blocks, down, **like), torch.zeros(blocks, across, **like)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(slots=True)
+class LayerState:
+    """What this rank holds of a layer, and what every rank knows of it."""
+
+    num_factors: int
+    running: dict[str, Average] = field(default_factory=dict)
+    decompositions: dict[str, Decomposition] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """Mean eigenvalue per block of each factor when it was decomposed, ``[B]``."""
+    moments: Average | None = None
+    """In the eigenbasis: EKFAC's moments, or Adam's second moment."""
+    momentum: Average | None = None
+    """Adam's first moment, in the basis of the weights."""
+    adaptive: Adaptive | None = None
+    decomposed_at: int = -1
+    decomposed: set[str] = field(default_factory=set)
+    """Factors that have a decomposition, on this rank or another."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Number of consecutive failed decompositions, by factor."""
+
+    def basis(self) -> dict[str, Eigen] | None:
+        """Return the current eigenbases if every factor has one, otherwise None."""
+        bases = {k: d for k, d in self.decompositions.items() if isinstance(d, Eigen)}
+        return bases if len(bases) == self.num_factors else None
+
+    def factors(self) -> dict[str, Tensor]:
+        """Return the running factors held here; the dimension of a single block is squeezed."""
+        means = {key: average.mean() for key, average in self.running.items()}
+        return {key: m.squeeze(0) if m.shape[0] == 1 else m for key, m in means.items()}
+
+    def tensors(self) -> list[Tensor]:
+        averages = [*self.running.values(), *filter(None, (self.moments, self.momentum))]
+        held = [t for average in averages for t in (average.value, average.weight)]
+        held += [t for d in self.decompositions.values() for t in d.tensors().values()]
+        held += [] if self.adaptive is None else list(self.adaptive.tensors().values())
+        return held + list(self.means.values())
+
+    def follow(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        """Move to the weight's device and the factors' dtype if they have changed; return whether they have."""
+        first = self.first_tensor()
+        if first is None or (first.device == weight.device and first.dtype == dtype):
+            return False
+        for average in [*self.running.values(), *filter(None, (self.moments, self.momentum))]:
+            average.value, average.weight = (
+                average.value.to(weight.device, dtype),
+                average.weight.to(weight.device, dtype),
+            )
+        for key, decomposition in self.decompositions.items():
+            moved = {name: t.to(weight.device, dtype) for name, t in decomposition.tensors().items()}
+            self.decompositions[key] = from_tensors(moved)
+        self.means = {key: t.to(weight.device, dtype) for key, t in self.means.items()}
+        if self.adaptive is not None:
+            self.adaptive = Adaptive(**{k: t.to(weight.device, dtype) for k, t in self.adaptive.tensors().items()})
+        return True
+
+    def first_tensor(self) -> Tensor | None:
+        """Return one of the tensors, which are all on the same device; None if there is none."""
+        for average in self.running.values():
+            return average.value
+        return next(iter(self.tensors()), None)
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+
+def silence_bias(layer: Layer, key: str, factor: Tensor) -> Tensor:
+    """Return the factor without the bias's row and column, for a bias frozen after attach.
+
+    They become zero, not absent: the block of the weight is then exactly what it would be without a bias.
+    """
+    if not bias_is_silent(layer, key):
+        return factor
+    keep = torch.ones(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    keep[-1 if layer.kind != "norm-joint" else slice(factor.shape[-1] // 2, None)] = 0
+    return factor * keep if layer.spec.factor(key).form == "diagonal" else factor * keep[:, None] * keep
+
+
+def mean_of_live(layer: Layer, key: str, factor: Tensor) -> Tensor:
+    """Return the factor's mean eigenvalue per block, ``[B]``, without the rows that ``silence_bias`` sets to zero."""
+    mean = mean_eigenvalue(factor)
+    if not bias_is_silent(layer, key):
+        return mean
+    dim = factor.shape[-1]
+    return mean * (dim / (dim // 2 if layer.kind == "norm-joint" else dim - 1))
+
+
+def bias_is_silent(layer: Layer, key: str) -> bool:
+    """Whether a folded bias was frozen after attach and is to be left out of a factor."""
+    return key in ("A", "F") and layer.has_bias and not layer.bias_is_live
+
+
+def carry_moments(
+    moments: Average, momentum: Average | None, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None
+) -> Tensor:
+    """Return the sum of second moments in a new basis; None stands for the basis of the weights.
+
+    Squared rotations assume that components along different directions of the old basis are independent.
+    """
+    if momentum is None:
+        return rotate_moments(moments.value, old, new)
+    mean = momentum.mean() if new is None else rotate(momentum.mean(), new)
+    return carried(moments.value, mean.square() * moments.weight, lambda values: rotate_moments(values, old, new))
+
+
+def carried(moments: Tensor, mean: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return Adam's second moments in a new basis; ``mean``: its squared momentum there; ``turn``: squared rotation.
+
+    Second moments differ by orders of magnitude: rotating by one degree would add a thousandth of a large one to a
+    small one, many times its value, and its direction would hardly move for long. So the mean of their fourth roots is
+    taken, which a little of another one hardly changes. Where momentum has gathered what the old basis had spread over
+    many directions, the result is at least the smaller of its square and the plain mean.
+    """
+    small = turn(moments.sqrt().sqrt()).square().square()
+    return torch.maximum(small, torch.minimum(turn(moments), mean))
+
+
+def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None) -> Tensor:
+    """Return second moments in a new basis by squared rotations, assuming that they were diagonal in the old one.
+
+    None: the basis of the weights, which is also that of diagonal factors.
+    """
+    sides: dict[str, Tensor] = {}
+    for key in {**(old or {}), **(new or {})}:
+        before, after = (None if bases is None else _in(bases[key].vectors, moments) for bases in (old, new))
+        rotation = before if after is None else after.mT if before is None else after.mT @ before
+        if rotation is not None:
+            sides[key] = rotation.square()
+    for key, squares in sides.items():
+        if not is_input(key):
+            moments = squares @ moments
+        elif key == "A":
+            moments = moments @ squares.mT
+    if "A_C" in sides or "A_S" in sides:
+        c, s = (sides[key].mT for key in ("A_C", "A_S"))
+        moments = on_map(moments, c, s)
+    return moments
+
+
+def _in(basis: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if basis is None else basis.to(like.dtype)

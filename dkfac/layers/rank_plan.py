@@ -1,0 +1,60 @@
+"""The plan from the point of view of one rank.
+
+Input: the layers of a model and the plan that all ranks agreed on. Output: this rank's part of it. Owns: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+
+from dkfac.layers.layer import Layer
+from dkfac.plan.plan import Holding, Placement, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    layers: list[Layer]
+    plan: Plan
+    rank: int
+    takes_steps: bool
+    """Whether K-FAC itself updates the weights of its layers; it then holds their moments."""
+    by_name: dict[str, Layer] = field(init=False)
+    index: dict[str, int] = field(init=False)
+    """Indices of the layers, in the plan and in all vectors that ranks exchange."""
+    placements: dict[str, Placement] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
+        object.__setattr__(self, "index", {layer.name: i for i, layer in enumerate(self.layers)})
+        object.__setattr__(self, "placements", {la.name: self.plan.placement(la.name) for la in self.layers})
+
+    def follow(self, plan: Plan) -> RankPlan:
+        """Return this rank's view of another plan."""
+        return replace(self, plan=plan)
+
+    def holds(self, name: str) -> Holding:
+        """Return which state of a layer this rank holds."""
+        return replace(self.plan.holding(name, self.rank), adam=self.takes_steps and self.preconditions(name))
+
+    def preconditions(self, name: str) -> bool:
+        """Whether this rank holds a layer's decompositions and preconditions its gradient."""
+        return self.rank in self.placements[name].preconditioned_by
+
+    def steps(self, name: str) -> bool:
+        """Whether this rank's optimizer steps a layer."""
+        return self.plan.share == "gradients" or self.preconditions(name)
+
+    def measures_alone(self, name: str) -> bool:
+        return self.placements[name].statistics == (self.rank,)
+
+    def decomposes(self, layer: Layer, only: Container[tuple[str, str]] | None = None) -> list[str]:
+        """Return the layer's factors that this rank decomposes, by key; ``only``: among these, as (layer, key)."""
+        by = self.placements[layer.name].decomposed_by
+        mine = [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if self.rank in ranks]
+        return [key for key in mine if only is None or (layer.name, key) in only]
+
+    def is_shared(self, layer: Layer, key: str) -> bool:
+        """Whether several ranks decompose a factor; their results must be bitwise equal."""
+        by = self.placements[layer.name].decomposed_by
+        return any(f.key == key and len(ranks) > 1 for f, ranks in zip(layer.spec.factors, by, strict=True))

@@ -1,0 +1,1 @@
+"""Turn gradients into updates: the curvatures, the length of a step, and writing the result."""

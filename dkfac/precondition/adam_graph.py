@@ -1,0 +1,146 @@
+"""Adam's steps in the eigenbasis (``adam_eigen.py``, ``adaptive.py``) inside a CUDA graph.
+
+Input: gradients in the stacks' buffers and the optimizer's hyperparameters. Output: parameters stepped in place. Owns:
+the device buffers for hyperparameters and parameter addresses.
+
+A graph reads fixed memory, so learning rates and weight decay, which schedulers change, are copied to persistent
+tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.config import optimizer_rules
+from dkfac.config.settings import Settings
+from dkfac.config.step_context import StepContext
+from dkfac.factors.layer_state import LayerState
+from dkfac.factors.stacks import Stack
+from dkfac.layers.layer import Layer
+from dkfac.ops import many
+from dkfac.precondition import adam_eigen, adaptive
+
+
+class AdamSteps:
+    """Steps all layers from a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self._rules: dict[int, optimizer_rules.Rule] = {}
+        self._places: list[Any] = []
+        self._items: list[many.Items] | None = None
+        """Mapping between parameters and the stacks' buffers; None if Triton is not available."""
+        self._is_told = False
+        self._pointers = self._rates = self._most = torch.zeros(0)
+        """Parameter addresses; ``[2, parameters]``: learning rates, and the factors of decoupled weight decay; limits
+        by layer."""
+        self._limits: dict[Stack, Tensor] | None = None
+        """By stack, the limits on its layers' updates: views of ``_most``, which persists; None if there are no limits.
+        """
+        self.factors: list[Tensor] = []
+        """For each stack, the smallest factor by which the limits shortened an update."""
+
+    def prepare(
+        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any
+    ) -> list[Any] | None:
+        """Copy what changes between steps to the device. Returns the objects that the graph depends on, or None if the
+        steps cannot be taken from a graph."""
+        rules = self._rules = optimizer_rules.rules(optimizer)
+        settings = context.settings
+        given = [p for stack in stacks for layer in stack.layers for p in layer.parameters() if p.grad is not None]
+        known = [rules[id(p)] for p in given if id(p) in rules]
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None
+        reason = None
+        if is_scaled or any(isinstance(rule.lr, Tensor) for rule in known):
+            reason = "a GradScaler with a fused optimizer" if is_scaled else "a learning rate that is a tensor"
+        elif not optimizer_rules.hides(settings, optimizer):
+            reason = f"{type(optimizer).__name__}, whose own step is measured first"
+        if reason is not None:
+            self._warn(reason)
+            return None
+        if len(known) < len(given):
+            return None
+        if not all(adam_eigen.is_alike(stack.layers, rules) for stack in stacks):
+            return None
+        places = [(stacks, *((p.data_ptr(), p.stride(), p.dtype) for p in given))]
+        self.parameters = given
+        if self._places != places:
+            self._places = places
+            self._items = _describe(stacks, given)
+            device = stacks[0].device
+            self._pointers = torch.tensor([p.data_ptr() for p in given], dtype=torch.int64, device=device)
+            self._rates = torch.zeros(2, len(given), dtype=stacks[0].dtype, device=device)
+            self._most = torch.zeros(sum(stack.num_layers for stack in stacks), dtype=stacks[0].dtype, device=device)
+        left = [1 - float(rule.lr) * rule.weight_decay if rule.decoupled else 1.0 for rule in known]
+        rates = many.on_its_way([float(rule.lr) for rule in known] + left, self._rates.device, self._rates.dtype)
+        self._rates.view(-1).copy_(rates, non_blocking=True)
+        self._limits = None
+        if settings.rescale == "kl-clip":
+            kl_clip = context.at("kl_clip")
+            each = [limit for stack in stacks for limit in adam_eigen.limits(stack.layers, rules, kl_clip)]
+            self._most.copy_(many.on_its_way(each, self._most.device, self._most.dtype), non_blocking=True)
+            parts = torch.split(self._most, [stack.num_layers for stack in stacks])
+            self._limits = dict(zip(stacks, parts, strict=True))
+        kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay, r.nesterov) for r in known])
+        moments = [stack.moments(states, name) for stack in stacks for name in ("momentum", "moments")]
+        kept = [t for pair in moments for t in pair]
+        if settings.adapts_damping:
+            kept += [t for stack in stacks for t in stack.adaptive(states)]
+        return [self._rates, self._most, kinds, *kept]
+
+    def _warn(self, what: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(f"cuda_graph: steps are taken without a graph, because of {what}", stacklevel=2)
+
+    def directions(self, settings: Settings, stack: Stack, states: dict[str, LayerState], good: Tensor) -> Tensor:
+        """Update the moments with the gradients in the stack's buffer, and return the updates."""
+        if settings.adapts_damping:
+            return adaptive.adaptive_updates(stack, states, stack.buffer, self._rules, good, None)
+        limits = None if self._limits is None else self._limits[stack]
+        update, factor = adam_eigen.adam_updates(stack, states, stack.buffer, self._rules, good, None, limits)
+        self.factors += [] if factor is None else [factor.amin()]
+        return update
+
+    def take(self, stacks: list[Stack], updates: list[Tensor], sane: Tensor, good: Tensor) -> None:
+        """Step the parameters inside the graph. ``sane`` says whether each layer's update is finite; if not, only
+        weight decay is applied."""
+        begin = 0
+        flags = torch.split(sane, [stack.num_layers for stack in stacks])
+        for i, (stack, update, healthy) in enumerate(zip(stacks, updates, flags, strict=True)):
+            pairs = _pairs(stack, update)
+            rates = self._rates[:, begin : begin + len(pairs)]
+            begin += len(pairs)
+            if self._items is not None:
+                many.step_tensors(self._pointers, self._items[i], update, rates[0], rates[1], healthy, good)
+                continue
+            for n, (j, _, p, part) in enumerate(pairs):
+                p.mul_(torch.where(good, rates[1, n], 1.0))
+                p.sub_(torch.where(good & healthy[j], rates[0, n] * part, 0))
+
+
+def _pairs(stack: Stack, grads: Tensor) -> list[tuple[int, Layer, Tensor, Tensor]]:
+    """Return the parameters that have gradients, with their views of a tensor shaped like the stack's buffer."""
+    return [
+        (i, layer, p, part)
+        for i, (layer, parts) in enumerate(stack.parts(grads))
+        for p, part in zip(layer.parameters(), parts, strict=True)
+        if p.grad is not None
+    ]
+
+
+def _describe(stacks: list[Stack], parameters: list[Tensor]) -> list[many.Items] | None:
+    if not many.are_usable(*(stack.buffer for stack in stacks), *parameters):
+        return None
+    found, begin = list[many.Items | None](), 0
+    for stack in stacks:
+        pairs = _pairs(stack, stack.buffer)
+        slots = range(begin, begin + len(pairs))
+        begin += len(pairs)
+        inner, outer = [part for *_, part in pairs], [p for *_, p, _ in pairs]
+        found.append(many.describe(outer, inner, slots, [i for i, *_ in pairs]))
+    return None if any(items is None for items in found) else [items for items in found if items is not None]

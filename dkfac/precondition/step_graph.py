@@ -1,0 +1,274 @@
+"""The arithmetic of a step as CUDA graphs, for models whose steps are dominated by kernel launches.
+
+Input: gradients at any address. Output: what ``apply.py`` does, replayed from a graph, and the same report. Owns: the
+buffers that the graphs read and write.
+
+A graph reads and writes fixed memory, but gradients may be at a new address in every step. So their addresses are
+written to a persistent tensor, and the graph reads them from there (``ops/many.py``); without Triton, gradients are
+copied to and from persistent buffers. A graph is captured again when a buffer, decomposition or setting that it uses is
+replaced.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.config.step_context import StepContext
+from dkfac.decompose import layer_damping, layer_factors
+from dkfac.factors.layer_state import LayerState
+from dkfac.factors.stacks import Stack, write_back
+from dkfac.ops import many
+from dkfac.ops.fused import finish_
+from dkfac.ops.graph_cache import GraphedFunction, GraphPool
+from dkfac.ops.precision import tf32
+from dkfac.precondition import gradient_norms, kronecker, trust_region
+from dkfac.precondition.adam_graph import AdamSteps
+from dkfac.precondition.report import UpdateReport
+from dkfac.precondition.step_length import scales_of
+
+LARGE = 2**22
+"""A gradient outside of the layers with at least this many elements is not copied but read where it is."""
+
+
+class StepGraph:
+    """The two halves of a step: read the gradients and check that they are finite; compute and write updates."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._reading, self._writing = GraphedFunction(pool), GraphedFunction(pool)
+        self._adam = AdamSteps()
+        self._stacks: list[Stack] = []
+        self._parameters: list[Tensor] = []
+        self._forms: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._used: list[Tensor] = []
+        """The layers' parameters and the small ones outside of the layers."""
+        self._large: list[Tensor] = []
+        self._others: list[Tensor] = []
+        self._views: list[Tensor] = []
+        self._items: list[many.Items] | None = None
+        """Mapping between gradients and buffers, for each stack and then the other parameters; None: gradients are
+        copied."""
+        self._pointers = self._flat = self._good = self._before = self._told = self._rates = torch.zeros(0)
+        self._is_told = False
+
+    def begin(
+        self, stacks: list[Stack], weights: list[Tensor], parameters: list[Tensor], optimizer: Any
+    ) -> Tensor | None:
+        """Read the gradients. Returns whether they are finite, as a tensor, or None if a layer has no gradient.
+
+        ``weights`` are the layers'; ``parameters`` are all that the step will update.
+        """
+        if any(weight.grad is None for weight in weights):
+            self._stacks = []  # the eager path will write to the buffers
+            return None
+        device = stacks[0].device
+        given = [p for p in parameters if p.grad is not None]
+        is_known = self._stacks is stacks and len(given) == len(self._parameters)
+        if not is_known or any(map(operator.is_not, given, self._parameters)):
+            self._prepare(stacks, given, device)
+        grads = [p.grad for p in self._used if p.grad is not None]
+        forms = [(g.stride(), g.dtype) for g in grads]
+        if forms != self._forms:
+            self._forms, self._items = forms, _describe(stacks, self._used, self._views)
+        if self._items is None:
+            self._copy_in(stacks)
+        else:
+            self._pointers.copy_(many.on_its_way([g.data_ptr() for g in grads], device), non_blocking=True)
+        flat, good, before = self._flat, self._good, self._before
+
+        def read() -> None:
+            if self._items is not None:
+                for items, buffer in zip(self._items, [*(stack.buffer for stack in stacks), flat], strict=True):
+                    many.gather_tensors(self._pointers, items, buffer)
+            before.copy_(torch.cat([stack.norms(stack.buffer) for stack in stacks]))
+            rest = torch.linalg.vector_norm(flat) if len(flat) else flat.new_zeros(())
+            good.copy_(torch.isfinite(before).all() & torch.isfinite(rest))
+
+        self._reading.run([*stacks, flat, self._items], read, device)
+        if self._large:
+            good &= torch.isfinite(gradient_norms.norms(gradient_norms.dense_gradients(self._large), device)).all()
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            good &= found_inf.to(device).reshape(()) == 0
+        return good
+
+    def _prepare(self, stacks: list[Stack], given: list[Tensor], device: torch.device) -> None:
+        """Allocate buffers for the step's results and for the small gradients outside of the layers."""
+        mine = {id(p) for stack in stacks for layer in stack.layers for p in layer.parameters()}
+        rest, dtype = [p for p in given if id(p) not in mine], stacks[0].dtype
+        small = [p for p in rest if p.numel() < LARGE and p.dtype == dtype and p.device == device
+                 and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
+        chosen = {id(p) for p in small}
+        self._stacks, self._parameters, self._others, self._forms = stacks, given, small, []
+        self._large = [p for p in rest if id(p) not in chosen]
+        self._flat = torch.zeros(sum(p.numel() for p in small), device=device, dtype=dtype)
+        parts = torch.split(self._flat, [p.numel() for p in small]) if small else ()
+        self._views = [part.view(p.shape) for p, part in zip(small, parts, strict=True)]
+        for stack in stacks:
+            stack.read()  # allocates the buffers
+        mine_first = [p for stack in stacks for layer in stack.layers for p in layer.parameters()]
+        self._used = [p for p in (*mine_first, *small) if p.grad is not None]
+        self._pointers = torch.zeros(len(self._used), dtype=torch.int64, device=device)
+        self._good = torch.ones((), dtype=torch.bool, device=device)
+        self._before = torch.zeros(sum(stack.num_layers for stack in stacks), device=device, dtype=dtype)
+        self._told = torch.ones(3, device=device, dtype=dtype)
+        """Norms of all gradients and of all updates, and the smallest clip factor."""
+        self._rates = torch.zeros_like(self._before)
+        """By layer, the squared learning rate divided by the bound on the total predicted change."""
+
+    def _copy_in(self, stacks: list[Stack]) -> None:
+        for stack in stacks:
+            stack.read()
+        if self._others:
+            torch._foreach_copy_(self._views, gradient_norms.dense_gradients(self._others))
+
+    def finish(
+        self,
+        stacks: list[Stack],
+        states: dict[str, LayerState],
+        context: StepContext,
+        optimizer: Any,
+        rates: dict[int, Any],
+        may_round: Callable[[Stack], bool],
+    ) -> UpdateReport | None:
+        """Compute updates from the gradients that ``begin`` read, and write them or step the parameters.
+
+        Returns None if the layers cannot all be processed by one graph. ``rates`` are learning rates by
+        ``id(parameter)``, where the step length depends on them.
+        """
+        flat, good, before, told, settings = self._flat, self._good, self._before, self._told, context.settings
+        bound, is_held = self._bound(stacks, states, context, optimizer), settings.rescale == "norm-kl"
+        if bound is None or (is_held and not self._bring_rates(stacks, context, optimizer, rates)):
+            self._stacks = []  # the eager path will write to the buffers
+            return None
+
+        rounding = tuple([may_round(stack) for stack in stacks])
+
+        def direction(stack: Stack) -> Tensor:
+            if settings.takes_steps:
+                return self._adam.directions(settings, stack, states, good)
+            return kronecker.kronecker_updates(stack, states, stack.buffer, context)
+
+        def write() -> None:
+            updates = []
+            self._adam.factors.clear()
+            for stack, rounds in zip(stacks, rounding, strict=True):
+                with tf32(rounds, flat.device):
+                    updates.append(direction(stack))
+            after = torch.cat([stack.norms(update) for stack, update in zip(stacks, updates, strict=True)])
+            sane = torch.isfinite(after)
+            after = torch.where(sane, after, before)
+            scales = scales_of(settings.rescale, before, after, sane)
+            if is_held:
+                pairs = zip(stacks, updates, strict=True)
+                dots = [trust_region.dots(stack, stack.buffer, u, settings, context.step) for stack, u in pairs]
+                most = trust_region.largest_scale(torch.where(sane, torch.cat(dots) * self._rates, 0.0), 1.0)
+                scales, told[2] = trust_region.hold(scales, sane, most)
+            told[:2] = torch.stack((before, after * scales)).square().sum(1).sqrt()
+            if self._adam.factors:
+                told[2:] = torch.stack(self._adam.factors).amin()
+            if settings.takes_steps:
+                self._adam.take(stacks, updates, sane, good)
+            else:
+                self._put(stacks, updates, scales, sane)
+            self._put_others(scales)
+
+        self._writing.run([*stacks, *bound, rounding, flat, self._rates, self._items], write, flat.device)
+        if self._items is None:
+            if self._others:
+                torch._foreach_copy_(gradient_norms.dense_gradients(self._others), self._views)
+            if not settings.takes_steps:
+                write_back(stacks)
+        report = UpdateReport()
+        if settings.takes_steps:
+            report.stepped += self._adam.parameters
+        loss_scale = getattr(optimizer, "grad_scale", None)
+        if is_held or (settings.takes_steps and settings.rescale == "kl-clip"):
+            report.clip_factor = told[2].clone()
+        norms = told[:2] if loss_scale is None else told[:2] / loss_scale.to(told.device)
+        report.grad_norm, report.update_norm = norms.unbind()
+        if self._large:
+            gradient_norms.zero_where(~good, gradient_norms.dense_gradients(self._large))
+        return report
+
+    def _bring_rates(self, stacks: list[Stack], context: StepContext, optimizer: Any, rates: dict[int, Any]) -> bool:
+        """Copy the layers' learning rates to the buffer that the graph reads; False if a layer has no single number."""
+        lrs = trust_region.rates_of([layer for stack in stacks for layer in stack.layers], rates)
+        if lrs is None or any(isinstance(lr, Tensor) for lr in lrs):
+            if not self._is_told:
+                self._is_told = True
+                what = "weights and biases that have different ones" if lrs is None else "one that is a tensor"
+                warnings.warn(f"cuda_graph: no graph of a step held back by its learning rate: {what}", stacklevel=2)
+            return False
+        kl_clip = context.at("kl_clip")
+        numbers = many.on_its_way([float(lr) ** 2 / kl_clip for lr in lrs], self._rates.device, self._rates.dtype)
+        self._rates.copy_(numbers, non_blocking=True)
+        loss_scale = getattr(optimizer, "grad_scale", None)
+        if loss_scale is not None:
+            self._rates /= loss_scale.to(self._rates).square()
+        return True
+
+    def _bound(
+        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any
+    ) -> list[Any] | None:
+        """Return the objects that the second graph depends on, or None if it cannot be captured."""
+        settings, layers = context.settings, [layer for stack in stacks for layer in stack.layers]
+        joined = [stack.decompositions(states) for stack in stacks]
+        is_ready = all(layer_factors.is_ready(layer, states[layer.name]) for layer in layers)
+        if not is_ready or any(d is None or not layer_factors.is_uniform(d, settings) for d in joined):
+            return None
+        bound: list[Any] = [d for found in joined if found is not None for d in found.values()]
+        if settings.takes_steps:
+            steps = self._adam.prepare(stacks, states, context, optimizer)
+            return None if steps is None else bound + steps
+        if settings.damping_mode == "relative":
+            bound += [mean for layer in layers for mean in states[layer.name].means.values()]
+        return [*bound, layer_damping.damping_values(settings, context.step)]
+
+    def _put(self, stacks: list[Stack], updates: list[Tensor], scales: Tensor, sane: Tensor) -> None:
+        """Scale the updates and write them to the gradients, or to the buffers that are copied back."""
+        lengths = [stack.num_layers for stack in stacks]
+        every = zip(stacks, updates, torch.split(scales, lengths), torch.split(sane, lengths), strict=True)
+        for i, (stack, update, scale, is_sane) in enumerate(every):
+            if self._items is None:
+                flat = (stack.num_layers, -1)
+                finish_(stack.buffer.view(flat), update.view(flat), scale, is_sane, self._good)
+            else:
+                many.scatter(self._pointers, self._items[i], stack.buffer, update, scale, is_sane, self._good)
+
+    def _put_others(self, scales: Tensor) -> None:
+        """Zero the gradients outside of the layers if the step is skipped; otherwise leave them unchanged."""
+        if self._items is None:
+            self._flat.masked_fill_(~self._good, 0)
+        elif self._others:
+            never = torch.zeros(1, dtype=torch.bool, device=self._good.device)
+            many.scatter(self._pointers, self._items[-1], self._flat, self._flat, scales, never, self._good)
+
+
+def _describe(stacks: list[Stack], used: list[Tensor], views: list[Tensor]) -> list[many.Items] | None:
+    """Return which gradients belong to which parts of the stacks' buffers and, last, of the other parameters' buffer.
+
+    ``used`` are the parameters, in this order. None if Triton is not available or a memory layout is not supported.
+    """
+    slots, found = {id(p): i for i, p in enumerate(used)}, list[many.Items | None]()
+    rest = dict(slots)
+    if not many.are_usable(*(stack.buffer for stack in stacks), *(p.grad for p in used if p.grad is not None)):
+        return None
+    for stack in stacks:
+        grads, inner, places, index = list[Tensor](), list[Tensor](), list[int](), list[int]()
+        for i, (layer, parts) in enumerate(stack.parts()):
+            for p, part in zip(layer.parameters(), parts, strict=True):
+                if p.grad is not None:
+                    grads.append(p.grad)
+                    inner.append(part)
+                    places.append(rest.pop(id(p)))
+                    index.append(i)
+        found.append(many.describe(grads, inner, places, index))
+    others = [p.grad for p in used if id(p) in rest and p.grad is not None]
+    found.append(many.describe(others, views, list(rest.values()), [0] * len(others)))
+    return None if any(items is None for items in found) else [items for items in found if items is not None]

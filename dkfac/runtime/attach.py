@@ -1,0 +1,164 @@
+"""Validate arguments and agree on a plan when K-FAC is attached, before any hook is registered.
+
+Input: model, optimizer, layers and settings. Output: a transport with the plan that all ranks agree on, or an error.
+Owns: nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Container
+from dataclasses import asdict, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from dkfac.comm import agree, groups, join
+from dkfac.comm.one_rank import OneRank
+from dkfac.comm.transport import Transport
+from dkfac.config.settings import SCHEDULES, Settings
+from dkfac.layers.find import Left, unwrap
+from dkfac.layers.layer import Layer
+from dkfac.plan.cluster import Cluster
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.plan import Plan
+from dkfac.plan.preset import load_cluster
+from dkfac.plan.search import choose
+from dkfac.plan.spec import LayerSpec
+
+ATTACHED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+"""The ``KFAC`` instance that each module is attached to."""
+
+
+def detach(model: nn.Module) -> None:
+    """Close every :class:`KFAC` that is attached to a layer of ``model``, even if no reference to it is at hand."""
+    for module in unwrap(model).modules():
+        attached = ATTACHED.get(module)
+        kfac = None if attached is None else attached()
+        if kfac is not None:
+            kfac.close()
+
+
+def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+    if not isinstance(model, nn.Module):
+        swapped = ": are model and optimizer swapped?" if isinstance(model, torch.optim.Optimizer) else ""
+        raise TypeError(f"KFAC(model, ...) needs a torch.nn.Module, not {type(model).__name__}{swapped}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"KFAC(model, optimizer) needs a torch.optim.Optimizer, not {type(optimizer).__name__}; "
+            f"without one, use KFAC(model) and kfac.step(lr=...)"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS evaluates the loss several times per step and is second order itself; use SGD or AdamW")
+    if optimizer is not None and not getattr(type(optimizer).step, "hooked", False):
+        raise TypeError(
+            f"{type(optimizer).__name__} does not run the hooks of torch.optim.Optimizer (a wrapper around another "
+            f"optimizer?); attach K-FAC to the inner optimizer"
+        )
+    if scaler is not None and not hasattr(scaler, "_get_scale_async"):
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+
+
+def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
+    if not layers:
+        reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
+        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons})")
+    twice = [layer.name for layer in layers if layer.module in attached]
+    if twice:
+        raise RuntimeError(
+            f"layer {twice[0]!r} is already attached to another KFAC, which would precondition it twice; close() the "
+            f"other one first, or call dkfac.detach(model)"
+        )
+
+
+def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Transport:
+    """Return the transport with the plan that all ranks agree on. Collective."""
+    world_size = groups.world_size(process_group)
+    specs = [layer.spec for layer in layers]
+    choices = Choices(
+        strategy=settings.strategy,
+        worker_fraction=settings.worker_fraction,
+        replicate_factors=settings.experimental.replicate_factors,
+        wire_dtype=settings.wire_dtype,
+        share=settings.share,
+        fusion=settings.experimental.fusion or ("optimal" if settings.experimental.overlap else "one"),
+        solver=settings.solver,
+        moments=settings.measures_moments,
+        factor_interval=settings.factor_interval,
+        inverse_interval=settings.inverse_interval,
+    )
+    cluster = None if settings.cluster is None else load_cluster(settings.cluster)
+    device = layers[0].weight.device
+    if world_size == 1:
+        return OneRank(make_plan(specs, 1, choices), device)
+    if settings.spread_refresh > 1 or settings.cuda_graph:
+        warnings.warn(
+            "spread_refresh and cuda_graph are for one process: with several ranks a refresh is carried out in one "
+            "step, and nothing is taken from graphs",
+            stacklevel=3,
+        )
+    own = groups.make_groups(process_group)
+    try:
+        return _agree(specs, settings, choices, own, device, cluster)
+    except Exception:
+        own.close()
+        raise
+
+
+def _agree(
+    specs: list[LayerSpec],
+    settings: Settings,
+    choices: Choices,
+    own: groups.Groups,
+    device: torch.device,
+    cluster: Cluster | None,
+) -> Transport:
+    schedules = {name: settings.at(name, 0) for name in SCHEDULES}
+    said = {name: value for name, value in settings.describe().items() if name != "announce"}
+    description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs]}
+    agree.check_same(own, description, device)
+    if cluster is None:
+        plan = make_plan(specs, own.world_size, choices)
+    else:
+        plan = choose(specs, own.world_size, cluster, choices, overlap=settings.experimental.overlap)
+    plan = replace(
+        plan, whole=settings.experimental.split_warmup > 0, adaptive=settings.experimental.staleness != "fixed"
+    )
+    agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
+    return Transport(plan, own, device).open()
+
+
+def choose_group(model: nn.Module, process_group: Any) -> Any:
+    """Return the process group that trains replicas of the model: that of its DDP wrapper if none was given."""
+    return groups.of_model(model) if process_group is None else process_group
+
+
+def check_world(planned: int, process_group: Any) -> None:
+    """Raise if the world size is not the one that K-FAC was attached with."""
+    now = groups.world_size(process_group)
+    if now != planned:
+        raise RuntimeError(
+            f"K-FAC was attached when torch.distributed had {planned} rank{'s' if planned > 1 else ''}; now it has "
+            f"{now}: attach K-FAC after init_process_group, and close() it before destroy_process_group"
+        )
+
+
+def check_uneven_inputs(plan: Plan) -> None:
+    """Raise if a rank that runs out of batches would be missed by the others."""
+    if any(len(p.preconditioned_by) < plan.world_size for p in plan.placements):
+        raise ValueError(
+            f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "
+            f'have no gradient; uneven inputs need strategy="comm-opt" or "replicated"'
+        )
+
+
+def check_join(config: Any) -> None:
+    """Raise if DDP joins uneven inputs without K-FAC. ``config``: K-FAC's own Join configuration."""
+    if not config.enable and join.ddp_joins():
+        raise RuntimeError(
+            "uneven inputs: K-FAC's ranks would wait for one that has run out of batches; use "
+            "torch.distributed.algorithms.Join([model, kfac]) instead of model.join()"
+        )

@@ -1,0 +1,299 @@
+"""The engine of a step: this rank's work and the transfers in between. With one rank there are no transfers.
+
+Input: gradients, and the collector's statistics. Output: preconditioned gradients or steps. Owns: the layers' states
+and the step counter. Every decision (skip, due, outcome, raise) depends only on values that all ranks have, so ranks
+never diverge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dkfac.capture.collector import Collector
+from dkfac.capture.statistics import BatchStatistics
+from dkfac.comm.errors import ErrorChannel
+from dkfac.comm.transport import Transport
+from dkfac.config.settings import Settings
+from dkfac.config.step_context import StepContext
+from dkfac.decompose import layer_damping
+from dkfac.decompose.report import RefreshReport
+from dkfac.experimental.overlap import Overlap
+from dkfac.factors import batch_factors, reduce
+from dkfac.factors.layer_state import LayerState
+from dkfac.factors.running_average import RunningAverage
+from dkfac.factors.stacks import Stack, make_stacks
+from dkfac.layers.layer import Layer
+from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops.decompose import stored
+from dkfac.ops.precision import tf32
+from dkfac.precondition import apply, gradient_norms
+from dkfac.precondition.report import UpdateReport
+from dkfac.precondition.share_updates import share_weights
+from dkfac.precondition.step_graph import StepGraph
+from dkfac.runtime.diagnostics import Diagnostics
+from dkfac.runtime.metrics import Metrics
+from dkfac.runtime.notices import Notices
+from dkfac.runtime.refresh import Refresher
+from dkfac.runtime.replan import Replanner
+from dkfac.runtime.resume import start_anew
+from dkfac.state.restore import Loaded
+from dkfac.workers.remote import Remote
+
+
+class Engine:
+    """The state of K-FAC on one rank, and the stages of a step."""
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        settings: Settings,
+        collector: Collector,
+        notices: Notices,
+        transport: Transport,
+        errors: ErrorChannel,
+        remote: Remote | None = None,
+    ) -> None:
+        self.settings, self.collector, self.transport = settings, collector, transport
+        self.ranks = RankPlan(layers, transport.plan, transport.rank, settings.takes_steps)
+        self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
+        self.metrics, self.step = Metrics(), 0
+        self._errors, self._notices, self._diagnostics = errors, notices, Diagnostics()
+        overlap = None
+        if transport.program.transfers and settings.experimental.overlap:
+            overlap = Overlap(transport, collector, errors)
+            collector.use_overlap(overlap)
+        self.replanner = Replanner(transport, collector, notices, overlap)
+        self.refresher = Refresher(layers, settings, transport, collector, notices, self.replanner, remote)
+        pool = collector.deferred.staged.pool
+        self.graph, self._average_alone = StepGraph(pool), RunningAverage(pool)
+        self._places: list[tuple[torch.dtype, torch.device]] = []
+        self.uses_graphs = False
+        self.context = self._next_context()
+        self._stack()
+
+    # --- the stages of a step --------------------------------------------------------------------------------------
+
+    def plan_next(self) -> StepContext:
+        """Decide what the next step measures. Called before its forward pass."""
+        self.context = self._next_context()
+        self.collector.begin_step(self.step, self.context.due)
+        return self.context
+
+    def _next_context(self) -> StepContext:
+        measures, refreshes = self.settings.rhythm(self.step)
+        staleness = self.refresher.staleness
+        due = None if staleness is None else staleness.due(self.step)
+        if due is not None:
+            measures = refreshes = bool(due)
+        return StepContext(self.step, measures and self.refresher.remote is None, refreshes, self.settings, due)
+
+    def take_step(self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any]) -> UpdateReport:
+        """Run K-FAC's part of a step: statistics in, preconditioned gradients out. No stage reads from a later one.
+
+        ``rates`` are learning rates by ``id(parameter)``, where the step length depends on them.
+        """
+        context, timer = self.context, self.collector.timer
+        device = next((p.device for p in parameters if p.grad is not None), self.ranks.layers[0].weight.device)
+        self.refresher.join()
+        self._follow_model()
+        self._errors.raise_announced()
+        self._check_placement()
+        norms, good = self._read_gradients(optimizer, parameters, device)
+        good_batch = good
+        if context.measures:
+            measured = self.collector.take()
+            self._notices.accumulation(measured.num_passes)
+            self.replanner.see_rows(measured)
+            if self.transport.world_size == 1:  # with several ranks, the replanner checks their summed counts
+                self._notices.capture(measured.called, measured.num_passes)
+            with timer.stage("average", device):
+                good_batch = self._average(measured, good)
+        self.refresher.note_rounding(device)
+        with timer.stage("decompose", device), tf32(False, device):
+            self._refresh()
+        with timer.stage("precondition", device):
+            report = self._precondition(optimizer, parameters, rates, norms, good, device)
+        for p in report.stepped:  # the optimizer's state from before the layer was first decomposed, or loaded
+            optimizer.state.pop(p, None)
+        self.metrics.add_update(report)
+        self.metrics.count("skipped_batches", ~good_batch)
+        self._count(self.refresher.launch(context, self.states, use_graphs=self.uses_graphs))
+        self.step += 1
+        return report
+
+    def shadow_step(self) -> None:
+        """Take part in a step without a batch: contribute no statistics, but decompose the factors that are due."""
+        self._errors.raise_announced()
+        good = torch.ones((), dtype=torch.bool, device=self.ranks.layers[0].weight.device)
+        if self.context.measures:
+            good = self._average(self.collector.take(), good)
+        self._refresh()
+        self.metrics.count("skipped_batches", ~good)
+        self.step += 1
+
+    def share_weights(self) -> None:
+        """Called after the optimizer's step: receive the weights that other ranks updated."""
+        if self.transport.program.stage("weights"):
+            share_weights(self.transport, self.ranks.by_name)
+
+    def _read_gradients(
+        self, optimizer: Any, parameters: list[Tensor], device: torch.device
+    ) -> tuple[gradient_norms.Norms | None, Tensor]:
+        """Return the gradients' norms, or None if they are in a CUDA graph's buffers, and whether they are finite."""
+        if self.uses_graphs:
+            good = self.graph.begin(self.stacks, self._weights, parameters, optimizer)
+            if good is not None:
+                return None, good
+        norms = gradient_norms.Norms(parameters, device)
+        return norms, norms.are_finite(getattr(optimizer, "found_inf", None))
+
+    def _average(self, measured: BatchStatistics, good: Tensor) -> Tensor:
+        """Update the running factors if the statistics are finite; returns whether they are, as a tensor."""
+        ranks, context, staleness = self.ranks, self.context, self.refresher.staleness
+        decay, observation = context.at("factor_decay"), None
+        if self.transport.world_size == 1:
+            if staleness is not None:
+                observation = reduce.observe_alone(measured, ranks.by_name)
+            good = self._average_alone.absorb(
+                measured, self.stacks, self.states, good, decay, use_graphs=self.uses_graphs
+            )
+        else:
+            transport = self.transport if context.due is None else self.transport.only("factors", context.due)
+            error = self._errors.take()
+            reduced = reduce.reduce(ranks, transport, measured, good, error)
+            self._errors.announce(reduced.counts.num_failed, error)
+            self.replanner.see_counts(reduced.counts)
+            good = reduced.good
+            if staleness is not None:
+                observation = reduce.observe(reduced, ranks, transport.world_size, by_terms=measured.by_terms)
+            for name, factors in reduced.batch.items():
+                once = reduced.counts.again[ranks.index[name]] == 0
+                fit = good & reduced.absorb.get(name, good)
+                layer, state = ranks.by_name[name], self.states[name]
+                batch_factors.average(layer, state, factors, decay=decay, good=fit, once=once)
+        if staleness is not None and observation is not None and context.due is not None and bool(good):
+            staleness.gather(ranks, context.step, context.due, observation)  # synchronizes
+        for name in self.collector.without_moments:
+            self.states[name].moments = None
+        return good
+
+    def _refresh(self) -> None:
+        report = self.refresher.refresh(self.context, self.ranks, self.states, self.stacks, use_graphs=self.uses_graphs)
+        if report.plan is not None and report.plan is not self.ranks.plan:
+            self.ranks = self.ranks.follow(report.plan)
+            self._preconditioner = self._make_preconditioner()
+        self._count(report)
+
+    def _count(self, report: RefreshReport) -> None:
+        """Count what a refresh did, and warn if K-FAC does not pay off."""
+        self.metrics.add_refresh(report, self.context.step)
+        if report.dominated_share is not None:
+            step, takes_steps = self.context.step, self.settings.takes_steps
+            self._diagnostics.look(
+                step,
+                kfac_seconds=sum(self.collector.timer.seconds(wait=False).values()),
+                dominated_share=report.dominated_share,
+                clipped_share=lambda: 0.0 if takes_steps else self.metrics.clipped_share(step),
+            )
+
+    def _precondition(
+        self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any], norms: gradient_norms.Norms | None,
+        good: Tensor, device: torch.device,
+    ) -> UpdateReport:  # fmt: skip
+        """Replace gradients by updates, with a CUDA graph if it has read the gradients."""
+        context, states = self.context, self.states
+        if norms is None:
+            report = self.graph.finish(self.stacks, states, context, optimizer, rates, self._may_round)
+            if report is not None:
+                return report
+            norms = gradient_norms.Norms(parameters, device)
+        report = apply.precondition(
+            self._preconditioner, states, context, optimizer, rates, norms, good, self._may_round
+        )
+        others = [p for p in parameters if id(p) not in report.written]
+        gradient_norms.zero_where(~good, gradient_norms.dense_gradients(others))
+        return report
+
+    def _may_round(self, stack: Stack) -> bool:
+        """Whether a stack is preconditioned in TF32."""
+        unsafe = self.metrics.tf32_unsafe_layers
+        return self.settings.tf32 and unsafe.isdisjoint(layer.name for layer in stack.layers)
+
+    # --- following the model's device and dtype ----------------------------------------------------------------------
+
+    def _stack(self) -> None:
+        """Group the layers that this rank preconditions into stacks, and rebuild everything that depends on them."""
+        mine = [layer for layer in self.ranks.layers if self.ranks.preconditions(layer.name)]
+        self.stacks, self._alone = make_stacks(mine), {layer.name: Stack([layer], pad=False) for layer in mine}
+        self._weights = [layer.weight for layer in self.ranks.layers]
+        self._places = [(w.dtype, w.device) for w in self._weights]
+        self._preconditioner = self._make_preconditioner()
+        self.refresher.rewind()
+        self.uses_graphs = wants_graphs(self.settings, self._weights, self.transport)
+        self.collector.use_graphs(self.uses_graphs)
+
+    def _make_preconditioner(self) -> apply.Preconditioner:
+        return apply.Preconditioner(self.ranks, self.transport, self._errors, self.stacks, self._alone)
+
+    def _follow_model(self) -> None:
+        """Move the state if the model was moved or converted, or a state was loaded."""
+        self._weights = [layer.weight for layer in self.ranks.layers]
+        if self._places == [(w.dtype, w.device) for w in self._weights]:
+            return
+        for layer in self.ranks.layers:
+            self.states[layer.name].follow(layer.weight, layer.dtype)
+        self._keep_bases()
+        self.refresher.follow(self.ranks.by_name)
+        self._stack()
+
+    def _check_placement(self) -> None:
+        """Raise if the model was converted or moved after its plan was made; only checked with several ranks."""
+        if self.transport.world_size == 1:
+            return
+        kind = self.transport.device.type
+        for layer in self.ranks.layers:
+            if str(layer.dtype) != f"torch.{layer.spec.dtype}" or layer.weight.device.type != kind:
+                raise RuntimeError(
+                    f"layer {layer.name!r} was {layer.spec.dtype} on {kind} when K-FAC was attached and is "
+                    f"{layer.dtype} on {layer.weight.device.type} now: with several ranks attach K-FAC after the model "
+                    f"is converted and moved"
+                )
+
+    def _keep_bases(self) -> None:
+        """Cast bases that were loaded or converted to the dtype in which they are kept."""
+        kept = self.settings.experimental.basis_dtype
+        for state in self.states.values():
+            state.decompositions = {key: stored(found, kept) for key, found in state.decompositions.items()}
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Read the outcome of every decomposition launched so far and repair failures. Synchronizes with the device."""
+        self._count(self.refresher.settle(self.context, self.states))
+
+    def resume(self, loaded: Loaded) -> None:
+        """Continue from a loaded state. Collective."""
+        self.states, self.step = loaded.states, loaded.step
+        self._keep_bases()
+        self._places.clear()
+        self.metrics.load(loaded.counters, loaded.device)
+        self._errors.forget()
+        self.refresher.forget()
+        anew = start_anew(loaded, self.ranks, self.transport, self.states)
+        self.refresher.resume(loaded, self.ranks, self.states, anew)
+        for layer in self.ranks.layers if self.settings.tf32 else ():
+            is_safe = layer_damping.may_round(layer, self.states[layer.name], self.settings, self.step)
+            self.metrics.add_refresh(RefreshReport(tf32_safe={layer.name: is_safe}), self.step)
+
+    def close(self) -> None:
+        self.refresher.close()
+
+
+def wants_graphs(settings: Settings, weights: list[Tensor], transport: Transport) -> bool:
+    """Whether steps are replayed from CUDA graphs: they are enabled, and there is one process with one GPU."""
+    devices = {weight.device for weight in weights}
+    has_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+    return settings.cuda_graph and transport.world_size == 1 and has_one_gpu

@@ -1,0 +1,1 @@
+"""Checkpoints by layer name."""

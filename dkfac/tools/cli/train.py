@@ -1,0 +1,242 @@
+"""``dkfac train`` and ``dkfac recipes``: train a recipe into a run folder."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from dkfac.tools.cli.run import read_options
+
+HYPER = (
+    "lr",
+    "batch",
+    "micro_batch",
+    "epochs",
+    "momentum",
+    "weight_decay",
+    "warmup",
+    "label_smoothing",
+    "size",
+    "seed",
+)
+STATUS = {"done": 0, "SIGINT": 130, "SIGTERM": 143}
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train", help="train a recipe, with checkpoints and a log", allow_abbrev=False,
+        description="Trains a recipe (see `dkfac recipes`) into a run folder; `dkfac report` makes a page of it.",
+    )  # fmt: skip
+    parser.add_argument("recipe", help="its name")
+    parser.add_argument("--no-kfac", action="store_true", help="the first-order optimizer alone")
+    add_options(parser)
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder, bitwise")
+    parser.set_defaults(run=run)
+    listing = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes.")
+    listing.set_defaults(run=list_recipes)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what training and comparing have in common."""
+    from dkfac.tools.recipes.recipe import Hyper
+
+    add = parser.add_argument
+    add("--data", metavar="PATH", help="of the data, where the recipe needs some")
+    add("--out", type=Path, metavar="RUN", help="the run folder (default runs/RECIPE-TIME)")
+    add("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
+    add("--steps", type=int, metavar="N", help="end after so many, the schedule as for all")
+    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: a pass)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of K-FAC; may be given several times",
+    )
+    add("--more", action="append", default=[], metavar="NAME=VALUE", help="a figure that one recipe alone has")
+    add("--tensorboard", action="store_true", help="write events for TensorBoard too")
+    kinds = {field.name: field.type for field in fields(Hyper)}
+    for name in HYPER:
+        kind = int if "int" in str(kinds[name]) else float
+        add(f"--{name.replace('_', '-')}", type=kind, default=None, metavar="X", help="instead of the recipe's")
+
+
+def list_recipes(given: argparse.Namespace) -> int:
+    from dkfac.tools.recipes.every import RECIPES
+
+    width = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        print(f"{name:{width}}  {recipe.about}\n{'':{width}}  data: {recipe.data}")
+    return 0
+
+
+def run(given: argparse.Namespace) -> Callable[[], int] | int:
+    """Return what trains, everything checked that can be before a process starts."""
+    from dkfac.distributed import from_first
+
+    at = None
+    if given.resume is not None:
+        if given.out is not None:
+            raise ValueError("--resume goes on in the run's own folder: leave --out out")
+        if given.resume.parent.name == "checkpoints":
+            at, given.resume = given.resume.name, given.resume.parent.parent
+        given.out = given.resume
+        recall(given)
+    job = read_job(given, kfac=not given.no_kfac, folder=given.out or default_folder(given.recipe), at=at)
+    if starts_ranks(given):
+        arguments = [*sys.argv[1:]] if given.out else [*sys.argv[1:], "--out", str(job.folder)]
+        return start(given.nproc, arguments, f"go on with dkfac train {given.recipe} --resume {job.folder}")
+
+    def train_job(place: Any, say: Callable[[str], None]) -> int:
+        own = replace(job, folder=Path(from_first(str(job.folder), place)))
+        reason = train_one(own, place, say)
+        if reason != "done" and given.nproc == 1:  # else the process that started this one says so
+            say(f"go on with dkfac train {given.recipe} --resume {own.folder}")
+        return STATUS[reason]
+
+    return lambda: as_rank(train_job)
+
+
+def recall(given: argparse.Namespace) -> None:
+    """Take over what a run was begun with, where nothing else is said now."""
+    folder = given.resume
+    file = folder / "settings.json"
+    if not file.is_file():
+        raise ValueError(f"--resume {folder}: that is not a run folder, it has no settings.json")
+    try:
+        saved = json.loads(file.read_text())
+        hyper, options, more = saved["hyper"], saved["options"], dict(saved.get("more", {}))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): put it right, or begin a new run") from None
+    for name in HYPER:
+        if getattr(given, name) is None and name in hyper:
+            setattr(given, name, hyper[name])
+        elif name in ("batch", "seed") and getattr(given, name) != hyper.get(name):
+            raise ValueError(
+                f"--{name} {getattr(given, name)}: the run in {folder} was begun with {hyper.get(name)}, and what it "
+                f"has seen of the data is counted so; leave it out"
+            )
+    if given.no_kfac and options is not None:
+        raise ValueError(f"--no-kfac: the run in {folder} was begun with K-FAC; begin another one without")
+    given.no_kfac = options is None
+    given.data = given.data or saved.get("data")
+    said = {text.partition("=")[0] for text in given.more}
+    given.more += [f"{name}={value!r}" for name, value in more.items() if name not in said]
+    said = {text.partition("=")[0] for text in given.set}
+    given.set += [f"{name}={value!r}" for name, value in (options or {}).items() if name not in said]
+
+
+def starts_ranks(given: argparse.Namespace) -> bool:
+    """Whether this process is to start others, and is not one of them."""
+    from dkfac import distributed
+
+    return given.nproc > 1 and "RANK" not in os.environ and not distributed.is_step_of_slurm()
+
+
+def start(num_processes: int, arguments: list[str], again: str) -> Callable[[], int]:
+    """Return what runs the same command on so many processes. ``again``: how to go on if one of them dies."""
+    from dkfac import distributed
+
+    def launched() -> int:
+        status = distributed.launch(num_processes, "dkfac", arguments)
+        if status in STATUS.values() and status:
+            print(f"dkfac: stopped; {again}", file=sys.stderr)
+        elif status not in (0, 2):
+            print(f"dkfac: a process ended with status {status}, and the others with it; {again}", file=sys.stderr)
+        return status
+
+    return launched
+
+
+def default_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def read_job(given: argparse.Namespace, *, kfac: bool, folder: Path, at: str | None = None) -> Any:
+    """Return the job that the options describe."""
+    from dkfac.tools.recipes.every import find
+    from dkfac.tools.recipes.job import Job
+
+    recipe = find(given.recipe)
+    for name, least in (("steps", 1), ("save_every", 0)):
+        if getattr(given, name) is not None and getattr(given, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: it is {least} or more")
+    unused = [name for name in recipe.unused if getattr(given, name) not in (None, getattr(recipe.hyper, name))]
+    if unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')}: {recipe.name} has no use for it; leave it out")
+    if given.set and not kfac and not hasattr(given, "script"):
+        raise ValueError(f"--set {given.set[0]}: settings are K-FAC's, and there is --no-kfac")
+    said: dict[str, Any] = {name: getattr(given, name) for name in HYPER if getattr(given, name) is not None}
+    more = dict(recipe.hyper.more)
+    for text in given.more:
+        name, equals, value = text.partition("=")
+        if not equals or name not in more:
+            known = ", ".join(more) or "none"
+            raise ValueError(f"--more {text}: {recipe.name} has no such figure of its own; it has {known}")
+        try:
+            more[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"--more {text}: {value!r} is not a number") from None
+    hyper = recipe.adapt(replace(recipe.hyper, **said, more=more), said)
+    if given.nproc < 1:
+        raise ValueError(f"--nproc {given.nproc}: there are 1 or more processes")
+    if hyper.batch % given.nproc:
+        raise ValueError(f"batch={hyper.batch} cannot be shared equally by {given.nproc} ranks: choose a multiple")
+    given.strategy = given.damping = None
+    options = read_options(given, recipe.settings(hyper)) if kfac else None
+    return Job(
+        recipe=recipe, hyper=hyper, kfac=options, folder=folder, data=given.data, max_steps=given.steps,
+        save_every=given.save_every, resume=getattr(given, "resume", None) is not None, resume_at=at,
+        tensorboard=given.tensorboard, command=shlex.join(["dkfac", *sys.argv[1:]]),
+    )  # fmt: skip
+
+
+def as_rank(work: Callable[[Any, Callable[[str], None]], int]) -> int:
+    """Do work as the one process, or as one of the ranks that were started; what goes wrong is said in one line.
+
+    ``work`` is given this rank's place and what says a line, on rank 0; it returns the exit status.
+    """
+    import torch
+
+    from dkfac import distributed
+    from dkfac.tools.cli.progress import Progress
+
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    place = distributed.init()
+    progress = Progress(sys.stderr) if place.rank == 0 else None
+    try:
+        return work(place, (lambda line: None) if progress is None else progress.say)
+    except (ValueError, OSError) as error:
+        if place.rank == 0:
+            print(f"dkfac: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"dkfac: rank {place.rank}: interrupted", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"dkfac: rank {place.rank}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if progress is not None:
+            progress.close()
+        distributed.end()
+
+
+def train_one(job: Any, place: Any, say: Callable[[str], None]) -> str:
+    """Train a job, with a timeline of one step; returns ``"done"``, or the name of a signal."""
+    from dkfac.tools.measure.beside import OneStep
+    from dkfac.tools.recipes.training import train
+
+    say(f"{job.recipe.name}, {'K-FAC' if job.kfac is not None else job.recipe.first_order}, into {job.folder}")
+    one = (job.hyper.micro_batch or job.hyper.batch) * place.world_size >= job.hyper.batch
+    return train(job, place, say, OneStep(job.folder)) if one else train(job, place, say)

@@ -1,0 +1,68 @@
+"""One step of a run as a timeline, measured and simulated side by side: ``timeline.json`` of a run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dkfac.kfac import KFAC
+from dkfac.plan.models import Shape, scaled
+from dkfac.plan.preset import load_cluster
+from dkfac.plan.simulate import Kind, simulate
+from dkfac.plan.timeline import Timeline
+from dkfac.tools.measure.record import Recorder
+
+FIRST = 10
+"""Steps before this one are no example: kernels are loaded, memory is found."""
+
+
+class OneStep:
+    """Records the first refreshing step after a few, on the CPU; does nothing elsewhere and before and after."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._is_done = folder, False
+
+    @contextlib.contextmanager
+    def __call__(
+        self, step: int, kfac: KFAC | None, network: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Iterator[None]:
+        """Surround a step that has one forward pass. A collective call."""
+        if self._is_done or step < FIRST or kfac is None or not _is_example(kfac, step):
+            yield
+            return
+        self._is_done = True
+        with Recorder(kfac, network, optimizer) as recorder:
+            yield
+        found = recorder.timelines()
+        if found:
+            body = [_as_json("measured, refresh", found[-1]), _as_json(*_simulated(kfac, found[-1]))]
+            with contextlib.suppress(OSError):  # the run's log says that its folder cannot be written
+                (self._folder / "timeline.json").write_text(json.dumps(body))
+
+
+def _is_example(kfac: KFAC, step: int) -> bool:
+    settings = kfac.settings
+    on_cpu = all(layer.weight.device.type == "cpu" for layer in kfac.layers)
+    return on_cpu and settings.experimental.staleness == "fixed" and settings.rhythm(step)[1]
+
+
+def _simulated(kfac: KFAC, measured: Timeline) -> tuple[str, Timeline]:
+    """Return the same step as the simulator has it: passes and measuring as long as here, the rest by a preset."""
+    rows = kfac._engine.replanner.rows_seen
+    shapes = [Shape(layer.spec, max(1, int(rows.get(layer.name, 1)))) for layer in kfac.layers]
+    busy = measured.busy(0)
+    work = scaled(shapes, busy.get("forward", 0.0) + busy.get("backward", 0.0), busy.get("measure", 1e-6))
+    cluster = load_cluster("cpu-2-cores")
+    kind = Kind(measures=True, decomposes=True, overlap=kfac.settings.experimental.overlap)
+    keep = kfac.plan.world_size
+    return f"simulated with the costs of {cluster.name}, refresh", simulate(kfac.plan, cluster, work, kind, keep=keep)
+
+
+def _as_json(title: str, timeline: Timeline) -> dict[str, Any]:
+    return {"title": title, "spans": [asdict(span) for span in timeline.spans]}

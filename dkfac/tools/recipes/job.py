@@ -1,0 +1,65 @@
+"""A training job, and what is alive while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dkfac
+from dkfac.tools.recipes.folder import Log
+from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, Session
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to train, how and where to."""
+
+    recipe: Recipe
+    hyper: Hyper
+    kfac: dict[str, Any] | None
+    """Settings; None: the first-order optimizer alone."""
+    folder: Path
+    data: str | None = None
+    max_steps: int | None = None
+    save_every: int = 0
+    """Steps between checkpoints; 0: at the end of each pass over the data."""
+    resume: bool = False
+    resume_at: str | None = None
+    """The checkpoint to go on from; None: the newest that is whole."""
+    tensorboard: bool = False
+    command: str = ""
+
+
+@dataclass(slots=True)
+class Run:
+    """What is alive while a job runs."""
+
+    job: Job
+    place: dkfac.distributed.Place
+    model: nn.Module
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    kfac: dkfac.KFAC | None
+    session: Session
+    train_set: Examples
+    test_set: Examples
+    num_steps: int
+    log: Log
+    step: int = 0
+    seconds: float = 0.0
+
+    @property
+    def epoch(self) -> float:
+        return self.step * self.job.hyper.batch / len(self.train_set)
+
+    @property
+    def device(self) -> torch.device:
+        return self.place.device
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Return all ranks' numbers. A collective call."""
+        return dkfac.distributed.gather(numbers, self.device)

@@ -1,0 +1,266 @@
+"""The loop that trains any recipe into a run folder: steps, tests, checkpoints, signals.
+
+See ``docs/notes/009-recipes.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dkfac
+from dkfac.tools.recipes import saving
+from dkfac.tools.recipes.folder import Log, spectra
+from dkfac.tools.recipes.job import Job, Run
+from dkfac.tools.recipes.loading import ahead, micro_batches, steps
+from dkfac.tools.recipes.recipe import Examples, Session, optimizer_of
+from dkfac.tools.recipes.signals import Signals
+
+NUM_LOGGED = 400
+"""Steps of a run that are logged, about."""
+MOST_BAD = 3
+"""Losses in a row that may be logged as not finite."""
+
+
+class Diverged(RuntimeError):
+    """Loss or weights are not finite: on all ranks."""
+
+
+Watch = Callable[[int, dkfac.KFAC | None, nn.Module, torch.optim.Optimizer], AbstractContextManager[None]]
+"""What surrounds a step: its number, K-FAC, the network and the optimizer."""
+
+
+def train(
+    job: Job,
+    place: dkfac.distributed.Place,
+    say: Callable[[str], None] = lambda line: None,
+    watch: Watch = lambda *given: contextlib.nullcontext(),
+) -> str:
+    """Train to the end, or to a signal; returns ``"done"``, or the signal's name. ``say``: on rank 0."""
+    say = say if place.rank == 0 else lambda line: None
+    hyper = job.hyper
+    if hyper.batch % place.world_size:
+        raise ValueError(f"batch={hyper.batch} cannot be shared equally by {place.world_size} ranks: choose a multiple")
+    train_set, test_set = _load(job, place)
+    if hyper.batch > len(train_set):
+        say(f"a batch of {hyper.batch} is more than the {len(train_set)} examples: a step sees some more than once")
+    with Log(job.folder, place, is_resumed=job.resume, tensorboard=job.tensorboard) as log:
+        run = _begin(job, place, train_set, test_set, log)
+        try:
+            if job.resume:
+                saving.resume(run, say)
+            log.begin(_about(run), run.step)
+            if run.step:
+                log.add(kind="resume", step=run.step)
+            with Signals() as signals:
+                return _steps(run, signals, say, watch)
+        finally:
+            if run.kfac is not None:
+                run.kfac.close()
+
+
+def _load(job: Job, place: dkfac.distributed.Place) -> tuple[Examples, Examples]:
+    """Read the data. Where a rank alone cannot, no other waits for it."""
+    error: Exception | None = None
+    try:
+        found = job.recipe.load(job.data, job.hyper)
+    except (ValueError, OSError) as caught:
+        error = caught
+    failed = sum(numbers[0] for numbers in dkfac.distributed.gather([float(error is not None)], place.device))
+    if error is not None:
+        raise error if failed == place.world_size else RuntimeError(str(error)) from error
+    if failed:
+        raise RuntimeError("another rank could not read its data")
+    return found
+
+
+def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_set: Examples, log: Log) -> Run:
+    hyper = job.hyper
+    torch.manual_seed(hyper.seed)
+    model = job.recipe.build(train_set, hyper).to(place.device)
+    session = job.recipe.begin(model, train_set, hyper, place)
+    network = model
+    if place.world_size > 1:
+        network = nn.parallel.DistributedDataParallel(model)
+        _settle(network, job, session, train_set, place)
+    optimizer = optimizer_of(hyper, model)
+    kfac = None
+    if job.kfac is not None:
+        accumulates = (hyper.micro_batch or hyper.batch) * place.world_size < hyper.batch
+        told = {"accumulate": "mean"} if accumulates else {}
+        kfac = dkfac.KFAC(network, optimizer, **{**told, **job.recipe.settings(hyper), **job.kfac})
+    num_steps = math.ceil(hyper.epochs * len(train_set) / hyper.batch)
+    return Run(job, place, model, network, optimizer, kfac, session, train_set, test_set, num_steps, log)
+
+
+def _settle(
+    network: nn.Module, job: Job, session: Session, train_set: Examples, place: dkfac.distributed.Place
+) -> None:
+    """Let DDP cut its buckets anew, as it does after its first backward pass, before a step counts.
+
+    Of three ranks and more, sums depend on where a gradient lies in its bucket: else the first step of a run that goes
+    on would not be what it was.
+    """
+    x, y = (t.to(place.device) for t in train_set.get(torch.arange(min(2, len(train_set))), seed=None))
+    x, y = session.prepare(x, y, None)
+    network.eval()  # in which nothing but gradients changes
+    job.recipe.loss(network(x).float(), y).backward()  # type: ignore[no-untyped-call]
+    network.train()
+    network.zero_grad()
+
+
+def _about(run: Run) -> dict[str, Any]:
+    """Return what the settings' file says."""
+    job, hyper = run.job, run.job.hyper
+    return {
+        "recipe": job.recipe.name,
+        "hyper": {**asdict(replace(hyper, more={})), **hyper.more},
+        "more": dict(hyper.more),
+        "options": job.kfac,
+        "data": job.data,
+        "kfac": None if run.kfac is None else run.kfac.settings.describe(),
+        "optimizer": type(run.optimizer).__name__,
+        "world_size": run.place.world_size,
+        "num_steps": run.num_steps,
+        "examples": [len(run.train_set), len(run.test_set)],
+        "command": job.command,
+    }
+
+
+def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch) -> str:
+    hyper, place = run.job.hyper, run.place
+    end = run.num_steps if run.job.max_steps is None else min(run.num_steps, run.job.max_steps)
+    pass_steps = max(1, round(len(run.train_set) / hyper.batch))
+    save_every = run.job.save_every or pass_steps
+    log_every = max(1, run.num_steps // NUM_LOGGED)
+    parts = _parts(run, end)
+    losses: list[Tensor] = []
+    bad, begin = 0, time.perf_counter()
+    with contextlib.closing(ahead(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
+        while run.step < end:
+            with watch(run.step, run.kfac, run.network, run.optimizer):
+                losses.append(_step(run, loaded))
+            run.step += 1
+            last = run.step == end
+            tests = last or run.step % pass_steps == 0
+            saves = last or run.step % save_every == 0
+            arrived = signals.agreed(run.step, place)
+            if run.step % log_every and not (tests or saves or arrived):
+                continue
+            means = run.gather([float(torch.stack(losses).mean())])  # waits for the device, so that the clock is right
+            mean = sum(numbers[0] for numbers in means) / len(means)
+            losses.clear()
+            run.seconds += time.perf_counter() - begin
+            _log_step(run, mean)
+            bad = 0 if math.isfinite(mean) else bad + 1
+            _check(run, mean, bad, checks_weights=bad > 0 or saves or arrived is not None)
+            if tests:
+                _test(run, say)
+            if saves or arrived:
+                saving.save(run, say)
+            if arrived in ("SIGINT", "SIGTERM"):
+                run.log.add(kind="end", step=run.step, reason=arrived)
+                say(f"stopped by {arrived} at step {run.step}")
+                return arrived
+            begin = time.perf_counter()
+    run.log.add(kind="end", step=run.step, reason="done")
+    return "done"
+
+
+def _check(run: Run, loss: float, bad: int, *, checks_weights: bool) -> None:
+    """End a run that has diverged: all ranks or none. ``bad``: losses in a row that were not finite.
+
+    K-FAC passes over a batch whose gradient is not finite, so a single loss may be; weights are not saved so.
+    """
+    if not checks_weights:
+        return
+    broken = not all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
+    broken = any(numbers[0] for numbers in run.gather([float(broken)]))
+    if bad < MOST_BAD and not broken:
+        return
+    found = [place.name for place in sorted((run.job.folder / "checkpoints").glob("step-*"))]
+    remedy = "lower lr" if run.kfac is None else "lower lr or raise damping"
+    again = f"; go on with --resume {run.job.folder}/checkpoints/{found[-1]}" if found else ""
+    again += f", or from {found[0]}, if that one has diverged already" if len(found) > 1 else ""
+    what = "weights are" if broken else "loss is"
+    raise Diverged(f"the {what} not finite at step {run.step} (loss {loss:.4g}): {remedy}{again}")
+
+
+def _parts(run: Run, end: int) -> Iterator[Tensor]:
+    hyper, place = run.job.hyper, run.place
+    each = steps(len(run.train_set), hyper.batch, seed=hyper.seed, first=run.step)
+    for index, _ in zip(each, range(run.step, end), strict=False):
+        size = hyper.micro_batch or hyper.batch
+        yield from micro_batches(index, size, rank=place.rank, world_size=place.world_size)
+
+
+def _step(run: Run, loaded: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    """Take one step; returns its loss. All that is random is drawn anew from seed, step and rank."""
+    hyper, place = run.job.hyper, run.place
+    seed = (hyper.seed * 1_000_003 + run.step) * 1009 + place.rank
+    torch.manual_seed(seed)
+    generator = torch.Generator(run.device).manual_seed(seed)
+    run.session.before_step(run.optimizer, run.step, run.num_steps, run.epoch)
+    run.optimizer.zero_grad()
+    share = hyper.batch // place.world_size
+    taken, total = 0, torch.zeros((), device=run.device)
+    while taken < share:
+        x, y = run.session.prepare(*next(loaded), generator)
+        taken += len(y)
+        is_ranked = isinstance(run.network, nn.parallel.DistributedDataParallel)
+        with run.network.no_sync() if is_ranked and taken < share else contextlib.nullcontext():  # type: ignore[operator]
+            with _autocast(run):
+                output = run.network(x)
+            loss = run.job.recipe.loss(output.float(), y)
+            (loss * (len(y) / share)).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach() * (len(y) / share)
+    run.optimizer.step()
+    run.session.after_step()
+    return total
+
+
+def _autocast(run: Run) -> Any:
+    return torch.autocast(run.device.type, torch.bfloat16, enabled=run.job.hyper.autocast and run.device.type == "cuda")
+
+
+def _log_step(run: Run, loss: float) -> None:
+    metrics = {} if run.kfac is None else {"kfac": run.kfac.metrics()}
+    lr = float(run.optimizer.param_groups[0]["lr"])
+    run.log.add(kind="step", step=run.step, epoch=run.epoch, seconds=run.seconds, loss=loss, lr=lr, **metrics)
+
+
+def _test(run: Run, say: Callable[[str], None]) -> None:
+    """Judge the model on this rank's share of the test examples, and all ranks' shares together."""
+    found = {"loss": 0.0, "right": 0.0, "number": 0.0}
+    index = torch.arange(run.place.rank, len(run.test_set), run.place.world_size)
+    parts = [part for part in torch.split(index, 256) if len(part)]
+    dkfac.distributed.broadcast(run.model.buffers(), run.place)  # as DDP does before a step: one model is judged
+    run.model.eval()
+    with torch.no_grad(), contextlib.closing(
+        ahead(run.test_set, iter(parts), seed=None, device=run.device)
+    ) as loaded:  # fmt: skip
+        for pair in loaded:
+            x, y = run.session.prepare(*pair, None)
+            with _autocast(run):
+                output = run.model(x).float()
+            found["loss"] += float(run.job.recipe.loss(output, y)) * len(y)
+            found["number"] += len(y)
+            if run.job.recipe.judge is not None:
+                found["right"] += float(run.job.recipe.judge(output, y))
+    run.model.train()
+    loss, right, number = (sum(column) for column in zip(*run.gather(list(found.values())), strict=True))
+    point = {"loss": loss / number} | ({"accuracy": right / number} if run.job.recipe.judge is not None else {})
+    run.log.add(kind="test", step=run.step, epoch=run.epoch, seconds=run.seconds, **point)
+    for entry in spectra(run.kfac):
+        run.log.add(kind="spectrum", step=run.step, **entry)
+    told = "".join(f", {name} {value:.2%}" if name == "accuracy" else f", test loss {value:.4f}"
+                   for name, value in point.items())  # fmt: skip
+    say(f"step {run.step} of {run.num_steps}, epoch {run.epoch:.2f}{told}, {run.seconds:.1f} s")

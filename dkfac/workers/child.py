@@ -1,0 +1,157 @@
+"""The child process of a helper rank: measure factors at weights it receives, or decompose factors it receives.
+
+Input: weights or batch factors from the hub. Output: batch factors or decompositions, sent back to it. Owns: a copy of
+the model; an inverse worker also the running factors of its layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dkfac.capture.collector import Collector
+from dkfac.capture.hooks import CaptureContext
+from dkfac.config.settings import Settings
+from dkfac.decompose import layer_factors
+from dkfac.decompose.refresh_sync import pack_decomposition
+from dkfac.factors.layer_state import Average, LayerState
+from dkfac.factors.reduce import finish_alone
+from dkfac.layers.find import find_layers, unwrap
+from dkfac.layers.layer import Layer
+from dkfac.plan.spec import LayerSpec
+from dkfac.workers.hub import connect_to_hub, receive, send
+
+Build = Callable[[], nn.Module]
+Batches = Callable[[int], tuple[Any, Any]]
+Loss = Callable[[Any, Any], Tensor]
+NamedFactors = dict[str, dict[str, Tensor]]
+
+
+def work(
+    role: str,
+    number: int,
+    address: tuple[str, int],
+    key: bytes,
+    build: Build,
+    batches: Batches | None,
+    loss: Loss | None,
+) -> None:
+    """The main function of the child process. Serves requests until the hub closes the connection."""
+    torch.set_num_threads(1)
+    connection = connect_to_hub(address, key, role, number)
+    try:
+        message = _next(connection)
+        if message is None:
+            return
+        settings, layers, count = message
+        if role == "statistics":
+            assert batches is not None
+            assert loss is not None
+            serve: Any = Statistics(build(), settings, lambda step: batches(step * count + number), loss)
+        else:
+            serve = Inverses(build(), settings)
+        compare(serve.layers, layers)
+        while (message := _next(connection)) is not None:
+            label, content = message
+            send(connection, ("done", label, serve(label, content)))
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            _tell(connection, error)
+        raise
+
+
+def _next(connection: Connection) -> Any | None:
+    """Return the next message, or None when training has ended."""
+    try:
+        return receive(connection)
+    except (EOFError, OSError):
+        return None
+
+
+def compare(layers: dict[str, Layer], wanted: dict[str, LayerSpec]) -> None:
+    """Raise if the layers of this model are not those of the gradient workers."""
+    mine = {name: layer.spec for name, layer in layers.items()}
+    for name in [*wanted, *mine]:
+        if mine.get(name) != wanted.get(name):
+            raise ValueError(
+                f"layer {name!r} is {wanted.get(name)} on the gradient workers and {mine.get(name)} here: build() must "
+                f"return the model that trains, with the same parameters frozen and all of them in the optimizer"
+            )
+
+
+def _tell(connection: Connection, error: Exception) -> None:
+    send(connection, ("error", -1, f"{type(error).__name__}: {error}"))
+
+
+class Statistics:
+    """Measures batch factors on this worker's own batches at the weights of a step."""
+
+    def __init__(self, model: nn.Module, settings: Settings, batches: Batches, loss: Loss) -> None:
+        self.model, self.batches, self.loss = model, batches, loss
+        rhythm: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
+        extra = replace(settings.experimental, inverse_backend="auto", basis_dtype="float32")
+        own = replace(settings, **rhythm, inverse_lag=0, strategy="auto", announce=False, experimental=extra)
+        if own.takes_steps:  # their step is not taken here
+            own = replace(own, curvature="kfac")
+        layers, _ = find_layers(unwrap(model), own, None)
+        self.layers = {layer.name: layer for layer in layers}
+        self.collector = Collector(layers, own)
+        self.context = CaptureContext(self.collector, own, has_scaler=False)
+        self.context.attach(unwrap(model))
+
+    def __call__(self, step: int, weights: dict[str, Tensor]) -> NamedFactors:
+        self.model.load_state_dict(weights)
+        self.model.zero_grad()
+        x, y = self.batches(step)
+        self.loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        measured = self.collector.take()
+        with torch.no_grad():
+            found = finish_alone(measured, measured.layers, float(measured.terms))
+        self.collector.begin_step(step + 1, None)
+        self.collector.forget_terms()
+        self.context.begin_step(measuring=True)
+        return found
+
+
+class Inverses:
+    """Holds the running factors of some layers and decomposes them."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.settings = settings
+        layers, _ = find_layers(model, settings, None)
+        self.layers = {layer.name: layer for layer in layers}
+        self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
+
+    def __call__(self, step: int, content: tuple[dict[str, Any], NamedFactors]) -> dict[str, Any]:
+        """Update the running factors with batch factors. Returns, by layer, the outcomes of the decompositions, the
+        packed decompositions and the mean eigenvalues."""
+        schedules, factors = content
+        self.settings = replace(self.settings, **schedules)
+        good = torch.ones((), dtype=torch.bool)
+        result: dict[str, Any] = {}
+        for name, batch in factors.items():
+            layer, state = self.layers[name], self.states[name]
+            if not all(bool(torch.isfinite(value).all()) for value in batch.values()):
+                continue
+            decay = self.settings.at("factor_decay", step)
+            for key, value in batch.items():
+                state.running.setdefault(key, Average.empty(value)).update(value, decay, good)
+            result[name] = self._decompose(layer, state, step)
+        return result
+
+    def _decompose(self, layer: Layer, state: LayerState, step: int) -> tuple[Any, Any, Any]:
+        state.means = layer_factors.live_means(layer, state)
+        found = layer_factors.decompose(layer, state, list(state.running), self.settings, step)
+        outcomes = {key: outcome for key, (_, outcome) in found.items()}
+        flats = {}
+        for key, (decomposition, outcome) in found.items():
+            if decomposition is not None and outcome not in ("kept", "raw"):
+                state.decompositions[key] = decomposition
+                flats[key] = pack_decomposition(decomposition, self.settings.solver)
+        return outcomes, flats, state.means

@@ -1,0 +1,61 @@
+"""The quick tier: ``./run test --quick`` leaves out tests marked ``long``, those of the files below."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+LONG = [
+    "test_never_worse",
+    "test_ratchets",
+    "golden/test_golden",
+    "capture/test_compile",
+    "decompose/test_async_refresh",
+    "decompose/test_refresh_scheduler",
+    "experimental/test_overlap",
+    "experimental/test_staleness",
+    "experimental/test_staleness_oracle",
+    "factors/test_splitting",
+    "factors/test_stacks",
+    "precondition/test_adam_eigen",
+    "precondition/test_adaptive",
+    "precondition/test_rescale",
+    "precondition/test_step_graphs",
+    "runtime/test_elastic",
+    "runtime/test_faults_ranks",
+    "runtime/test_memory",
+    "runtime/test_parity",
+    "runtime/test_parity_processes",
+    "state/test_checkpoint_ranks",
+    "state/test_state",
+    "tools/test_cli",
+    "tools/test_compare_paths",
+    "tools/test_demo",
+    "tools/test_large_batch",
+    "tools/test_recipes",
+    "tools/test_run",
+    "tools/test_run_paths",
+    "workers/test_roles",
+]
+"""Files of ten seconds or more on one core."""
+
+KEPT = [
+    "test_a_run_comes_to_the_committed_values[adaptive-adam-one]",
+    "test_a_run_comes_to_the_committed_values[spread-graphs]",
+    "test_a_run_comes_to_the_committed_values[kfac-cholesky-one]",
+    "test_a_run_comes_to_the_committed_values[ekfac-one]",
+    "test_a_run_comes_to_the_committed_values[adaptive-adam-four]",
+    "test_a_run_comes_to_the_committed_values[strategy-sharded-four]",
+    "test_a_run_comes_to_the_committed_values[share-weights-four]",
+    "test_a_worker_that_goes_is_noticed_and_nobody_waits_for_it",
+    "test_strays_at_the_hubs_door_keep_nobody_out",
+]
+"""Tests of these files that are part of the quick tier."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = item.path.relative_to(HERE).with_suffix("").as_posix()
+        if name in LONG and item.name not in KEPT:
+            item.add_marker(pytest.mark.long)
