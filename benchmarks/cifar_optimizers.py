@@ -87,7 +87,7 @@ EIGEN = FAST | {
     "inverse_interval": 20,
     "solver": "warm-eigen",
     "spread_refresh": 20,
-    "split_dim": 600,
+    "block_dim": 600,
 }
 SHORT = {"network": 32, "batch": 1024, "epochs": 0.75 * EPOCHS}
 SEARCH: list[dict] = [

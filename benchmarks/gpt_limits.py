@@ -8,7 +8,7 @@ changes matter. ``limit``: how updates are held back, by layer: ``rms`` their ro
 of another GPT; ``clip``: of the gradient's norm; ``warm``: share of warm-up; ``fp32``: no autocast; ``track``: every so
 many steps each weight's mean change, over the learning rate; ``seed``. Runs share the GPU. ``--again``: the configs of
 a result.
-``--study cpu``: what two cores can say of it, at its width with fewer tokens, and of rhythms and ``split_dim`` at a
+``--study cpu``: what two cores can say of it, at its width with fewer tokens, and of rhythms and ``block_dim`` at a
 third of the width.
 """
 
@@ -36,7 +36,7 @@ def rhythm(factors: int, inverses: int, **more) -> dict:
     return BASE | {"factor_interval": factors, "inverse_interval": inverses, "spread_refresh": inverses, **more}
 
 
-SPLIT = rhythm(1, 5, split_dim=400)
+SPLIT = rhythm(1, 5, block_dim=400)
 
 
 def held_by(kl_clip: float) -> dict:
@@ -58,8 +58,8 @@ STUDY: list[dict] = [
     {"lr": 0.006, "options": held_by(2e-4), "steps": 250},
     {"lr": 0.012, "options": held_by(2e-4)},
     {"lr": 0.012, "options": rhythm(1, 5), "steps": 250, "limit": ["rms", 0.05]},
-    {"lr": 0.012, "options": rhythm(2, 10, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
-    {"lr": 0.012, "options": rhythm(1, 2, split_dim=400), "steps": 250, "limit": ["rms", 0.05]},
+    {"lr": 0.012, "options": rhythm(2, 10, block_dim=400), "steps": 250, "limit": ["rms", 0.05]},
+    {"lr": 0.012, "options": rhythm(1, 2, block_dim=400), "steps": 250, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": SPLIT, "limit": ["rms", 0.05]},
     {"lr": 0.012, "options": SPLIT, "limit": ["spectral", 0.06]},
     {"lr": 0.012, "options": SPLIT, "limit": ["kl", 1e-3]},
@@ -74,15 +74,15 @@ def narrow(factors: int, inverses: int, **more) -> dict:
 
 
 def wide(**more) -> dict:
-    options = {"solver": "warm-eigen", "factor_interval": 4, "inverse_interval": 20, "split_dim": 400, **more}
+    options = {"solver": "warm-eigen", "factor_interval": 4, "inverse_interval": 20, "block_dim": 400, **more}
     limit = {} if "rescale" in more else {"limit": ["kl", 1e9]}  # which tells and does not hold back
     return {"lr": 0.006, "most": 85, "size": {"context": 128, "batch": 16}, "options": options} | limit
 
 
 STUDIES = {
     "gpu": STUDY,
-    "cpu": [wide(), wide(rescale="kl-clip", kl_clip=2e-4), narrow(1, 5), narrow(1, 5, split_dim=200), narrow(1, 10),
-            narrow(1, 5, split_dim=64)],
+    "cpu": [wide(), wide(rescale="kl-clip", kl_clip=2e-4), narrow(1, 5), narrow(1, 5, block_dim=200), narrow(1, 10),
+            narrow(1, 5, block_dim=64)],
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def quadratic(stack, states, update: Tensor) -> Tensor:
     bases = stack.decompositions(states)
     if stack.transposed:
         bases = {"A": bases["G"], "G": bases["A"]}
-    return (rotate(update, bases).square() * spectrum(bases)).sum((-2, -1))
+    return (rotate(update, bases).square() * spectrum(bases, update.shape)).sum((-2, -1))
 
 
 def limited(how: str, most: float, rate: dict[str, Tensor]):

@@ -41,7 +41,7 @@ def measure(name: str, options: dict, mode: str | None, size: dict, data) -> dic
     torch.manual_seed(0)
     generator = torch.Generator("cuda").manual_seed(0)
     model = task.model().to("cuda")
-    options = options and options | {"split_dim": size["width"] + 16}
+    options = options and options | {"block_dim": size["width"] + 16}
     used = transformer_study.optimizers(name, model, 3e-3, {})
     kfac = transformer_study.attach({"optimizer": name, "options": options}, task, model, used[-1])
 

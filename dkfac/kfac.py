@@ -27,7 +27,7 @@ from dkfac.runtime import attach, levenberg_marquardt, quadratic, report, traini
 from dkfac.runtime.engine import Engine
 from dkfac.runtime.notices import Notices
 from dkfac.runtime.optimizer_hooks import OptimizerHooks
-from dkfac.state import checkpoint, optimizer_state, restore
+from dkfac.state import checkpoint, optimizer_state, restore, whole_factors
 from dkfac.workers.remote import Remote
 
 
@@ -201,7 +201,7 @@ class KFAC:
             engine.states, engine.ranks.by_name, engine.ranks.holds, step=engine.step, counters=counters,
             device=engine.metrics.device_metrics, decompositions=decompositions, **engine.refresher.saved(engine.ranks),
         )  # fmt: skip
-        state["share"] = self.settings.share
+        state |= {"share": self.settings.share, "block_dim": self.settings.block_dim or 0}
         if isinstance(self.settings.damping, levenberg_marquardt.LevenbergMarquardt):
             state["damping"] = self.settings.damping.value
         if self.settings.share == "weights" and not optimizer_rules.hides(self.settings, self._optimizer):
@@ -219,6 +219,7 @@ class KFAC:
         Under torch.distributed, all ranks must call it. With ``share="weights"``, load the optimizer's state first.
         """
         engine = self._engine
+        state = whole_factors.to_pieces(state, engine.ranks.by_name, self.settings.block_dim)
         loaded = restore.load(state, engine.ranks.by_name, engine.ranks.holds)
         self._collector.count_abandoned(loaded.counters.pop("abandoned", 0))
         if isinstance(self.settings.damping, levenberg_marquardt.LevenbergMarquardt):

@@ -45,6 +45,11 @@ def small():
     return nn.Sequential(nn.Linear(60, 4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
 
 
+def wide():
+    """Three layers whose factors are all wider than 8, some of them with a rest, and one wider than 64."""
+    return nn.Sequential(nn.Linear(72, 18), nn.Tanh(), nn.Linear(18, 17, bias=False), nn.Tanh(), nn.Linear(17, 9))
+
+
 def vision():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, stride=2, padding=1),
@@ -67,6 +72,7 @@ NETS = {
     "deep": (deep, (5,)),
     "tiny": (tiny, (60,)),
     "small": (small, (60,)),
+    "wide": (wide, (72,)),
     "vision": (vision, (1, 6, 6)),
     "language": (language, (4,)),
 }

@@ -5,6 +5,8 @@ the example's own loss terms and no scaling rule is needed. Shapes: B = blocks (
 convolution, otherwise 1), S = shared positions, O = out features, I = in features (+1 with a folded
 bias), T = loss terms. The curvature of a block is ``kron(A, G)``, acting on gradients ``[O, I]``
 stacked column by column. ``example_rows[n][call]`` is a pair ``(a_rows [B, S, I], g_rows [B, S, O])``.
+
+With ``block_dim`` a factor keeps its whole shape, with zeros between its pieces.
 """
 
 import itertools
@@ -219,6 +221,84 @@ def exact_factors(model, inputs, layers, loss: Literal["cross_entropy", "mse"], 
     return result
 
 
+# 3b. Factors in pieces (docs/notes/013-blocks.md)
+
+
+def piece_widths(dim_units: int, unit: int, block_dim: int) -> list[int]:
+    """Return the widths of the pieces of ``dim_units`` units of ``unit`` features each, without a bias."""
+    if unit > block_dim:
+        dim_units, unit = dim_units * unit, 1
+    fit = block_dim // unit
+    least = -(-dim_units // fit)
+    for number in range(least, 2 * least):
+        if dim_units % number == 0:
+            return [dim_units // number * unit] * number
+    wide = -(-dim_units // least)
+    return [wide * unit] * (least - 1) + [(dim_units - wide * (least - 1)) * unit]
+
+
+def layer_pieces(module: nn.Module, block_dim: int | None) -> dict[str, list[int]]:
+    """Return the widths of the pieces of A and G of one block; of a factor that is not cut, its dimension.
+
+    A folded bias counts where a factor is compared with ``block_dim``. If A is cut it is the last piece, of width 1.
+    """
+    weight = module.weight.T if _is_transposed(module) else module.weight
+    out, inputs = weight.shape[0] // getattr(module, "groups", 1), weight[0].numel()
+    bias = int(_folds_bias(module))
+    result = {"A": [inputs + bias], "G": [out]}
+    if block_dim is not None and out > block_dim:
+        result["G"] = piece_widths(out, 1, block_dim)
+    if block_dim is not None and inputs + bias > block_dim and not isinstance(module, nn.Embedding):
+        taps = weight[0, 0].numel() if isinstance(module, CONVOLUTIONS) else 1
+        result["A"] = piece_widths(inputs // taps, taps, block_dim) + [1] * bias
+    return result
+
+
+def piece_slices(widths: list[int]) -> list[slice]:
+    ends = list(itertools.accumulate(widths))
+    return [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
+
+
+def keep_pieces(factor: Tensor, widths: list[int]) -> Tensor:
+    """Return ``[B, D, D]`` with zeros between the pieces."""
+    kept = torch.zeros_like(factor)
+    for here in piece_slices(widths):
+        kept[:, here, here] = factor[:, here, here]
+    return kept
+
+
+def cut_factors(module: nn.Module, whole: dict[str, Tensor], block_dim: int | None) -> dict[str, Tensor]:
+    """Return A and G in pieces; the A of a bias that is cut off is the number 1."""
+    widths = layer_pieces(module, block_dim)
+    result = {key: keep_pieces(whole[key], widths[key]) for key in ("A", "G")}
+    if _folds_bias(module) and len(widths["A"]) > 1:
+        result["A"][:, -1, -1] = 1.0
+    return result
+
+
+def eigenvectors(factor: Tensor, widths: list[int]) -> Tensor:
+    """Return the eigenvectors ``[B, D, D]`` of each piece by itself, zeros between them."""
+    vectors = torch.zeros_like(factor)
+    for here in piece_slices(widths):
+        vectors[:, here, here] = torch.linalg.eigh(factor[:, here, here]).eigenvectors
+    return vectors
+
+
+def improved(factor: Tensor, widths: list[int], old: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the next basis of ``warm-eigen`` and the factor with Rayleigh quotients for eigenvalues.
+
+    ``old``: the last basis, columns of a piece by falling eigenvalues. Each piece is decomposed by itself.
+    """
+    vectors, used = torch.zeros_like(factor), torch.zeros_like(factor)
+    for b, here in itertools.product(range(len(factor)), piece_slices(widths)):
+        matrix = factor[b, here, here]
+        Q = torch.linalg.eigh(matrix).eigenvectors if old is None else torch.linalg.qr(matrix @ old[b, here, here]).Q
+        values = (Q * (matrix @ Q)).sum(dim=0)
+        used[b, here, here] = Q @ values.diag() @ Q.T
+        vectors[b, here, here] = Q[:, values.argsort(descending=True)]
+    return vectors, used
+
+
 # 4. Norm layers
 
 
@@ -288,11 +368,18 @@ def dense_precondition(A: Tensor, G: Tensor, grad_OI: Tensor, damping: float) ->
     return solution.reshape(grad_OI.T.shape).T
 
 
-def factored_precondition(A: Tensor, G: Tensor, grad_OI: Tensor, damping: float) -> Tensor:
-    """Return ``(G + sqrt(damping)/pi I)^-1 grad (A + pi sqrt(damping) I)^-1`` of one block."""
+def factored_precondition(
+    A: Tensor, G: Tensor, grad_OI: Tensor, damping: float, *, leaves_bias: bool = False
+) -> Tensor:
+    """Return ``(G + sqrt(damping)/pi I)^-1 grad (A + pi sqrt(damping) I)^-1`` of one block.
+
+    ``leaves_bias``: the A of the bias is the number 1, to which nothing is added.
+    """
     a, g = A.trace().item() / len(A), G.trace().item() / len(G)
     pi = (a / g) ** 0.5 if a > 0 and g > 0 else 1.0
     eye_A, eye_G = torch.eye(len(A), dtype=A.dtype), torch.eye(len(G), dtype=G.dtype)
+    if leaves_bias:
+        eye_A[-1, -1] = 0
     inv_A = torch.linalg.inv(A + pi * damping**0.5 * eye_A)
     inv_G = torch.linalg.inv(G + damping**0.5 / pi * eye_G)
     return inv_G @ grad_OI @ inv_A
@@ -403,11 +490,12 @@ class ReferenceSettings:
     rescale: Literal["none", "norm", "norm-global", "norm-kl", "kl-clip"] = "norm"
     kl_clip: float = 1e-3
     weight_sharing: Literal["expand", "reduce"] = "expand"
-    solver: Literal["eigen", "cholesky"] = "eigen"
+    solver: Literal["eigen", "cholesky", "warm-eigen"] = "eigen"
     curvature: Literal["kfac", "ekfac"] = "kfac"
     norm_form: Form = "unit"
     loss_terms: Literal["batch", "token"] | int | Callable = "batch"
     """T of a step; a function of (inputs, targets) for padded or ignored labels."""
+    block_dim: int | None = None
     lr: float = 0.1
     momentum: float = 0.0
 
@@ -433,7 +521,7 @@ class ReferenceKFAC:
         self.loss_fn, self.settings, self.steps = loss_fn, settings, 0
         self.running = {name: {} for name in layers}  # {layer: {"A", "G", "moments" or "F": (value, weight)}}
         self.used = {}  # {layer: factors at the last refresh}
-        self.basis = {}  # {layer: (Q_A, Q_G)}
+        self.basis = {}  # {layer: (Q_A, Q_G)}; with warm-eigen {layer: {key: Q}}
         self.velocity = {}
 
     def run(self, batches) -> list[float]:
@@ -489,7 +577,9 @@ class ReferenceKFAC:
                 new = factors(example_rows, terms, s.weight_sharing)
                 if isinstance(module, nn.Embedding):  # diagonal A, which under expand it is anyway
                     new["A"] = torch.diag_embed(new["A"].diagonal(dim1=1, dim2=2))
-                if s.curvature == "ekfac" and name in self.basis:
+                new = cut_factors(module, new, s.block_dim)
+                has_moments = not isinstance(module, nn.Embedding)  # which keep K-FAC's eigenvalues
+                if s.curvature == "ekfac" and has_moments and name in self.basis:
                     new["moments"] = ekfac_moments(example_rows, *self.basis[name], terms)
             for key, batch in new.items():
                 running[key] = _running(running.get(key), batch, s.factor_decay)
@@ -497,12 +587,26 @@ class ReferenceKFAC:
     def _refresh(self, name: str) -> None:
         running = self.running[name]
         self.used[name] = {key: self.factor(name, key) for key in running if key != "moments"}
-        if self.settings.curvature == "ekfac" and "A" in running:
-            basis = tuple(torch.linalg.eigh(self.used[name][key]).eigenvectors for key in ("A", "G"))
+        module, solver = self.modules[name], self.settings.solver
+        if "F" in running:
+            if solver == "warm-eigen" and self.settings.norm_form == "unit":
+                self._improve(name, "F", [running["F"][0].shape[-1]])
+            return
+        widths = layer_pieces(module, self.settings.block_dim)
+        if solver == "warm-eigen":
+            assert self.settings.curvature == "kfac"
+            for key in ["G"] if isinstance(module, nn.Embedding) else ["A", "G"]:  # a diagonal's basis is exact
+                self._improve(name, key, widths[key])
+        if self.settings.curvature == "ekfac":
+            basis = tuple(eigenvectors(self.used[name][key], widths[key]) for key in ("A", "G"))
             if "moments" in running:
                 value, weight = running["moments"]
                 running["moments"] = ekfac_rotate(value, self.basis[name], basis), weight
             self.basis[name] = basis
+
+    def _improve(self, name: str, key: str, widths: list[int]) -> None:
+        bases = self.basis.setdefault(name, {})
+        bases[key], self.used[name][key] = improved(self.used[name][key], widths, bases.get(key))
 
     def _precondition(self) -> None:
         s = self.settings
@@ -530,9 +634,12 @@ class ReferenceKFAC:
         if s.curvature == "ekfac" and "moments" in self.running[name]:
             blocks = zip(self.factor(name, "moments"), *self.basis[name], grad, strict=True)
             return torch.stack([ekfac_precondition(*block, damping) for block in blocks])
-        solve = factored_precondition if s.solver == "cholesky" else dense_precondition
         blocks = zip(used["A"], used["G"], grad, strict=True)
-        return torch.stack([solve(*block, damping) for block in blocks])
+        if s.solver == "cholesky":
+            module = self.modules[name]
+            leaves = _folds_bias(module) and len(layer_pieces(module, s.block_dim)["A"]) > 1
+            return torch.stack([factored_precondition(*block, damping, leaves_bias=leaves) for block in blocks])
+        return torch.stack([dense_precondition(*block, damping) for block in blocks])
 
     @torch.no_grad()
     def _sgd(self) -> None:

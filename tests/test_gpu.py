@@ -190,7 +190,7 @@ CHOSEN = [
     (torch.optim.SGD, {"norm_form": "full", "damping_mode": "relative", "damping": 0.01}),
     (torch.optim.SGD, {"rescale": "kl-clip", "weight_sharing": "reduce"}),
     (torch.optim.AdamW, {}),
-    (torch.optim.AdamW, {"rescale": "kl-clip", "kl_clip": 1e-3, "split_dim": 10}),
+    (torch.optim.AdamW, {"rescale": "kl-clip", "kl_clip": 1e-3, "block_dim": 10}),
     (torch.optim.AdamW, {"curvature": "kfac"}),
 ]
 

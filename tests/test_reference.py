@@ -365,6 +365,115 @@ def test_ekfac_rotation_is_exact_if_the_old_basis_diagonalises_the_curvature():
     assert_close(ref.ekfac_rotate(moments, old, old), moments)
 
 
+# Pieces
+
+
+@pytest.mark.parametrize(
+    ("units", "unit", "block_dim", "widths"),
+    [
+        (64, 9, 256, [144] * 4),  # 28 channels would fit; 3 is no divisor of 64
+        (128, 9, 256, [144] * 8),
+        (1000, 1, 256, [250] * 4),
+        (13, 1, 8, [7, 6]),
+        (17, 1, 8, [6, 6, 5]),
+        (1, 49, 8, [7] * 7),
+        (3, 49, 8, [7] * 21),
+        (2, 49, 64, [49, 49]),
+        (16, 1, 8, [8, 8]),
+        (18, 1, 8, [6, 6, 6]),
+        (10, 1, 4, [2] * 5),  # 3 is no divisor of 10, 5 is
+        (7, 1, 2, [1] * 7),  # likewise
+        (7, 9, 27, [27, 27, 9]),
+        (7, 9, 35, [27, 27, 9]),
+        (8, 1, 8, [8]),
+        (3, 1, 8, [3]),
+        (4, 1, 1, [1] * 4),
+    ],
+)
+def test_a_factor_is_cut_as_the_note_says(units, unit, block_dim, widths):
+    assert ref.piece_widths(units, unit, block_dim) == widths
+
+
+def test_pieces_cover_the_factor_fit_and_are_fewer_than_twice_the_least_number():
+    for units, unit, block_dim in itertools.product(range(1, 70), (1, 2, 9), range(1, 40)):
+        widths = ref.piece_widths(units, unit, block_dim)
+        assert sum(widths) == units * unit
+        assert 0 < min(widths) <= max(widths) <= block_dim
+        assert set(widths[:-1]) <= {widths[0]}
+        assert widths[-1] <= widths[0]
+        whole = unit if unit <= block_dim else 1
+        assert all(width % whole == 0 for width in widths)
+        least = -(-units * unit // (block_dim // whole * whole))
+        assert least <= len(widths) < 2 * least
+        if widths[-1] < widths[0]:
+            assert len(widths) == least
+            assert all((units * unit // whole) % number for number in range(least, 2 * least))
+
+
+@pytest.mark.parametrize(
+    ("module", "A", "G"),
+    [
+        (nn.Linear(20, 17), [5] * 4 + [1], [6, 6, 5]),
+        (nn.Linear(20, 17, bias=False), [5] * 4, [6, 6, 5]),
+        (nn.Linear(7, 8), [8], [8]),  # the bias stays folded in
+        (nn.Linear(8, 9), [8, 1], [3] * 3),  # and here it would make A wider than 8
+        (nn.Conv2d(2, 3, 2), [8, 1], [3]),
+        (nn.Conv2d(4, 9, 2, groups=1, bias=False), [8, 8], [3] * 3),
+        (nn.Conv2d(4, 22, 2, groups=2), [8, 1], [6, 5]),
+        (nn.Conv2d(1, 3, 3), [3, 3, 3, 1], [3]),
+        (Conv1D(9, 16), [8, 8, 1], [3] * 3),
+        (nn.Embedding(20, 16), [20], [8, 8]),
+    ],
+    ids=str,
+)
+def test_layers_are_cut_by_channels_groups_and_biases(module, A, G):
+    whole = {"A": [sum(A)], "G": [sum(G)]}
+    assert ref.layer_pieces(module, 8) == {"A": A, "G": G}
+    assert ref.layer_pieces(module, None) == ref.layer_pieces(module, 1000) == whole
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_factors_in_pieces_are_those_of_parts_of_the_layer(bias):
+    """Each tile is a layer of its own: fewer inputs, fewer outputs, or the bias alone."""
+    model, x, target = nn.Sequential(nn.Linear(12, 10, bias=bias)).double(), randn(9, 12), randn(9, 10)
+    whole = ref.factors(recorded_rows(model, "0", x, target), 9, "expand")
+    f = ref.cut_factors(model[0], whole, 5)
+    grad, g = randn(10, 12 + bias), 2 * (model(x) - target).detach()
+    found = ref.dense_precondition(f["A"][0], f["G"][0], grad, 0.1)
+    tiles = torch.zeros_like(found)
+    columns = [slice(0, 4), slice(4, 8), slice(8, 12)] + [slice(12, 13)] * bias
+    ones = torch.cat([x, torch.ones(9, bias)], dim=1)
+    for i, j in itertools.product((slice(0, 5), slice(5, 10)), columns):
+        A, G = ones[:, j].T @ ones[:, j] / 9, g[:, i].T @ g[:, i] / 9
+        tiles[i, j] = ref.dense_precondition(A, G, grad[i, j], 0.1)
+    assert_close(found, tiles)
+    assert not torch.allclose(found, ref.dense_precondition(whole["A"][0], whole["G"][0], grad, 0.1), rtol=0.1)
+
+
+def test_pieces_are_decomposed_by_themselves():
+    factor = ref.keep_pieces(spd(2, 7), [3, 3, 1])
+    Q = ref.eigenvectors(factor, [3, 3, 1])
+    assert_close(Q, ref.keep_pieces(Q, [3, 3, 1]), tol=0)
+    assert_close(Q.mT @ Q, torch.eye(7, dtype=torch.float64).expand(2, 7, 7))
+    turned = Q.mT @ factor @ Q
+    assert_close(turned, torch.diag_embed(turned.diagonal(dim1=1, dim2=2)))
+    assert_close(Q[:, 6, 6].abs(), torch.ones(2, dtype=torch.float64))
+
+
+def test_an_improved_basis_is_one_step_of_subspace_iteration():
+    factor, widths = ref.keep_pieces(spd(1, 7), [4, 3]), [4, 3]
+    Q, used = ref.improved(factor, widths, None)
+    assert_close(used, factor)
+    assert_close(ref.improved(factor, widths, Q)[1], factor)
+    other = ref.keep_pieces(factor + 0.3 * spd(1, 7), widths)
+    Q, used = ref.improved(other, widths, Q)
+    assert_close(used.diagonal(dim1=1, dim2=2).sum(), other.diagonal(dim1=1, dim2=2).sum())
+    assert not torch.allclose(used, other, rtol=1e-3)
+    for _ in range(300):
+        Q, used = ref.improved(other, widths, Q)
+    assert_close(used, other, tol=1e-6)
+
+
 # Step control
 
 
@@ -448,8 +557,12 @@ def test_factors_are_weighted_averages_and_refreshed_at_their_intervals():
     assert_close(oracle.used["0"]["A"][0], (0.25 * seen[0] + 0.5 * seen[2] + seen[4]) / 1.75)
 
 
+CHANGES = [{}, {"solver": "cholesky"}, {"solver": "warm-eigen"}, {"curvature": "ekfac"}, {"damping_mode": "relative"}]
+CHANGES += [change | {"block_dim": 2} for change in CHANGES]
+
+
 @pytest.mark.parametrize("rescale", ["none", "norm", "norm-global", "kl-clip"])
-@pytest.mark.parametrize("change", [{}, {"solver": "cholesky"}, {"curvature": "ekfac"}, {"damping_mode": "relative"}])
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_every_setting_lowers_the_loss_on_a_fixed_batch(rescale, change):
     settings = ref.ReferenceSettings(damping=1.0, lr=0.05, rescale=rescale, inverse_interval=2, **change)
     oracle = ref.ReferenceKFAC(mlp, ["0", "1", "3"], square_loss, settings)

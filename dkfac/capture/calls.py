@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac.capture.outer_products import gradient_sum, input_sum
+from dkfac.capture.outer_products import gradient_sum, in_pieces, input_sum
 from dkfac.capture.statistics import LayerSums
 from dkfac.config.settings import Settings
 from dkfac.layers.conv import strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import rows_of
-from dkfac.ops.factors import gram_of_rows
+from dkfac.ops.factors import gram, gram_of_rows
 from dkfac.ops.precision import tf32
+from dkfac.plan.spec import FactorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Form:
     """Whether the rows of A are the rows of the input, without patches."""
     num_elements: int
     """Number of elements of all its factors."""
+    inputs: tuple[FactorSpec, ...]
+    outputs: tuple[FactorSpec, ...]
     num_dims: int = 0
     """Number of dimensions of a convolution's input; 0 for other layers."""
 
@@ -45,14 +48,15 @@ def form_of(layer: Layer) -> Form:
     module: Any = layer.module
     traits: tuple[Any, ...] = (layer.kind, layer.spec.factors, layer.has_bias)
     num_elements = sum(factor.num_elements for factor in layer.spec.factors)
+    inputs, outputs = (layer.spec.side(key) for key in ("A", "G"))
     if layer.kind != "conv":
         is_known = layer.kind in ("linear", "conv1d-transposed")
-        return Form(hash(traits) if is_known else None, 1, is_known, num_elements)
+        return Form(hash(traits) if is_known else None, 1, is_known, num_elements, inputs, outputs)
     geometry = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
     is_pointwise = set(module.kernel_size) == set(module.stride) == {1} and module.groups == 1
     is_pointwise &= not isinstance(module.padding, str) and set(module.padding) == {0}
     number, num_dims = hash((traits, geometry)), 2 + len(module.kernel_size)
-    return Form(number, strip_taps(module), is_pointwise, num_elements, num_dims)
+    return Form(number, strip_taps(module), is_pointwise, num_elements, inputs, outputs, num_dims)
 
 
 class Route(Enum):
@@ -83,8 +87,6 @@ class CallKind:
     num_bytes: int
     """Size of input and output gradient."""
     factor_bytes: int
-    blocks: int
-    """Number of blocks of a factor."""
     source: tuple[Any, ...] | None
     """What A depends on besides the input, if layers with the same input may share its sum; otherwise None."""
 
@@ -135,29 +137,36 @@ def products(
     settings: Settings,
     *,
     weight: float,
-    inputs: Tensor | None = None,
+    inputs: list[Tensor] | None = None,
     patch_bytes: int = 2**62,
-) -> tuple[Tensor, Tensor]:
-    """Return the sums for A and for G of ``parts`` calls of one kind, concatenated over the calls.
+) -> list[Tensor]:
+    """Return the sum for each factor of ``parts`` calls of one kind, concatenated over the calls.
 
-    ``x`` and ``g``: inputs and output gradients, concatenated over the calls. ``weight``: multiplies the sum for G.
-    ``inputs``: the sum for A if it is already known; only used for pointwise layers. ``patch_bytes``: memory limit for
-    the patches of a convolution, which are formed for as many examples at a time as fit; ignored for several calls.
+    ``x`` and ``g``: inputs and output gradients, concatenated over the calls. ``weight``: multiplies the sums for G.
+    ``inputs``: the sums for A if they are already known; only used for pointwise layers. ``patch_bytes``: memory limit
+    for the patches of a convolution, which are formed for as many examples at a time as fit; ignored for several calls.
     """
-    layer, examples = call.kind.layer, call.kind.examples
+    layer, form, examples = call.kind.layer, call.kind.form, call.kind.examples
     patch_bytes = patch_bytes if parts == 1 else 2**62  # a piece would not hold an equal share of each call
-    if parts == 1 and call.kind.form.is_pointwise:
+    if parts == 1 and form.is_pointwise:
         if layer.kind == "conv":
             x, g = x.movedim(1, -1), g.movedim(1, -1)
-        gradients = gram_of_rows(g.reshape(-1, g.shape[-1]), ones=False, dtype=layer.dtype, scale=weight)
+        flat_x, flat_g = (t.reshape(-1, t.shape[-1]) for t in (x, g))
         if inputs is None:
-            inputs = gram_of_rows(x.reshape(-1, x.shape[-1]), ones=layer.has_bias, dtype=layer.dtype)
-        return inputs, gradients
+            inputs = [_gram(layer, factor, flat_x, 1.0) for factor in form.inputs]
+        return inputs + [_gram(layer, factor, flat_g, weight) for factor in form.outputs]
     found: list[Tensor] = []
     for rows in rows_of(
         layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, patch_bytes=patch_bytes
     ):
-        gradients = gradient_sum(layer, layer.spec.factor("G"), rows, weight, settings, parts=parts)
-        both = [input_sum(layer, layer.spec.factors[0], rows, None, settings, parts=parts)[0], gradients]
-        found = both if not found else [total.add_(more) for total, more in zip(found, both, strict=True)]
-    return found[0], found[1]
+        sums = [input_sum(layer, factor, rows, None, settings, parts=parts)[0] for factor in form.inputs]
+        sums += [gradient_sum(layer, factor, rows, weight, settings, parts=parts) for factor in form.outputs]
+        found = sums if not found else [total.add_(more) for total, more in zip(found, sums, strict=True)]
+    return found
+
+
+def _gram(layer: Layer, factor: FactorSpec, rows: Tensor, scale: float) -> Tensor:
+    """Return the sum for a factor of a pointwise layer from all its features ``[R, D]``."""
+    if factor.dim - factor.folds_bias == rows.shape[1]:
+        return gram_of_rows(rows, ones=factor.folds_bias, dtype=layer.dtype, scale=scale)
+    return gram(in_pieces(layer, factor, rows[:, None, None]), ones=False, dtype=layer.dtype, scale=scale)

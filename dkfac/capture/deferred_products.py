@@ -24,6 +24,7 @@ from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import ALL, PATCH_BYTES, Sample, block_of
 from dkfac.ops.graph_cache import StagedFunctions
+from dkfac.plan.spec import is_input
 
 WAITING_BYTES = 512 * 2**20
 """Limit on inputs and gradients that are kept alive longer than autograd needs them."""
@@ -54,8 +55,8 @@ class DeferredProducts:
         self.stages = False
         """Whether CUDA graphs sum the calls."""
         self.staged = StagedFunctions()
-        self._shared: tuple[Any, Tensor] | None = None
-        """Key and value of the last sum for A: other layers may have the same input, as in attention."""
+        self._shared: tuple[Any, list[Tensor]] | None = None
+        """Key and values of the last sums for A: other layers may have the same input, as in attention."""
         self._forms: dict[int, Form] = {}
         self._kinds: dict[Any, CallKind] = {}
         self._last: dict[int, tuple[bool, int, torch.Size, torch.Size, torch.dtype, torch.dtype, CallKind]] = {}
@@ -119,7 +120,7 @@ class DeferredProducts:
         """Return the kind of a call, decided once for all calls like it."""
         form, layer = self._form(index), self._layers[index]
         if not _fits(form, x, examples):
-            return CallKind(-1, layer, form, examples, Route.REFUSED, 1, 0.0, 0, 0, 1, None)
+            return CallKind(-1, layer, form, examples, Route.REFUSED, 1, 0.0, 0, 0, None)
         alike = (self.stages, form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples)
         found = self._kinds.get(alike)
         if found is None:
@@ -129,10 +130,10 @@ class DeferredProducts:
             room = STAGED_BYTES if self.stages else PATCH_BYTES
             most = max(1, room // max(1, x.nbytes * form.copies)) if num_bytes < BATCHED_BYTES else 1
             rows = x.shape[0] * math.prod(g.shape[2:]) if form.num_dims else x.numel() // max(1, x.shape[-1])
-            source = (layer.kind, layer.has_bias, x.shape, x.dtype, layer.dtype) if form.is_pointwise else None
+            source = (layer.kind, form.inputs, x.shape, x.dtype, layer.dtype) if form.is_pointwise else None
             found = self._kinds[alike] = CallKind(
                 next(self._numbers), layer, form, examples, self._route(form, x, g), most, float(rows), num_bytes,
-                form.num_elements * layer.dtype.itemsize, layer.spec.factor("G").num_blocks, source,
+                form.num_elements * layer.dtype.itemsize, source,
             )  # fmt: skip
         return found
 
@@ -188,7 +189,7 @@ class DeferredProducts:
         for group in self._groups(calls):
             with self._timer.stage("capture", device), plainly(self._settings, device):
                 sums = self._products(group)
-            self._give(group, *sums)
+            self._give(group, sums)
 
     def _groups(self, calls: list[Call]) -> list[list[Call]]:
         """Partition the calls into groups that are summed in one batch."""
@@ -200,18 +201,19 @@ class DeferredProducts:
             found += [group[start : start + most] for start in range(0, len(group), most)]
         return found
 
-    def _products(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
-        """Return the sums for A and for G of a group, concatenated over its calls."""
+    def _products(self, calls: list[Call]) -> list[Tensor]:
+        """Return the sum for each factor of a group, concatenated over its calls."""
         (first, *others), settings = calls, self._settings
         if others:
             x, g = (torch.cat([getattr(call, name) for call in calls]) for name in ("x", "g"))
             return products(first, x, g, len(calls), settings, weight=first.weight)
         source, weight = first.source, first.weight
         if source is not None and self._shared is not None and source == self._shared[0]:
-            return products(first, first.x, first.g, 1, settings, weight=weight, inputs=self._shared[1].clone())
-        inputs, gradients = products(first, first.x, first.g, 1, settings, weight=weight)
-        self._shared = None if source is None else (source, inputs)
-        return inputs, gradients
+            inputs = [total.clone() for total in self._shared[1]]
+            return products(first, first.x, first.g, 1, settings, weight=weight, inputs=inputs)
+        sums = products(first, first.x, first.g, 1, settings, weight=weight)
+        self._shared = None if source is None else (source, sums[: len(first.kind.form.inputs)])
+        return sums
 
     def _sum_staged(self, groups: list[list[Call]], device: torch.device) -> None:
         """Add groups of calls to their layers' sums with a CUDA graph that reads copies of their tensors."""
@@ -223,40 +225,45 @@ class DeferredProducts:
                 xs.append([call.x for call in group])
             places.append(place)
         key = tuple([(group[0].kind.number, len(group), place) for group, place in zip(groups, places, strict=True)])
-        weights = [weight for group in groups for weight in (1.0, group[0].weight)]
+        weights = [
+            1.0 if is_input(factor.key) else group[0].weight
+            for group in groups
+            for factor in group[0].kind.layer.spec.factors
+        ]
         settings = self._settings
 
         def sums(*copies: Tensor) -> list[Tensor]:
-            known: dict[int, Tensor] = {}
+            known: dict[int, list[Tensor]] = {}
             found: list[Tensor] = []
             with plainly(settings, device):
                 for group, place, g in zip(groups, places, copies[len(xs) :], strict=True):
                     options: dict[str, Any] = {"inputs": known.get(place), "patch_bytes": STAGED_BYTES}
-                    both = products(group[0], copies[place], g, len(group), settings, weight=1.0, **options)
-                    known[place] = both[0]
-                    found += both
+                    sums = products(group[0], copies[place], g, len(group), settings, weight=1.0, **options)
+                    known[place] = sums[: len(group[0].kind.form.inputs)]
+                    found += sums
             return found
 
         with torch.no_grad():
             found = self.staged.run(key, sums, weights, *xs, *([call.g for call in group] for group in groups))
-        for group, inputs, gradients in zip(groups, found[::2], found[1::2], strict=True):
-            self._give(group, inputs, gradients)
+        for group in groups:
+            number = len(group[0].kind.layer.spec.factors)
+            self._give(group, found[:number])
+            found = found[number:]
 
-    def _give(self, calls: list[Call], inputs: Tensor, gradients: Tensor) -> None:
+    def _give(self, calls: list[Call], products: list[Tensor]) -> None:
         """Add a group's products to the sums of its calls."""
-        blocks, rows = calls[0].kind.blocks, calls[0].kind.rows
-        every = (
-            ([inputs], [gradients])
-            if len(calls) == 1
-            else (torch.split(inputs, blocks), torch.split(gradients, blocks))
-        )
-        for call, a, b in zip(calls, *every, strict=True):
-            sums = call.sums
-            if "A" in sums.factors:
+        kind = calls[0].kind
+        factors = kind.layer.spec.factors
+        every = [
+            [total] if len(calls) == 1 else torch.split(total, factor.num_blocks)
+            for factor, total in zip(factors, products, strict=True)
+        ]
+        for i, call in enumerate(calls):
+            if "A" in call.sums.factors:
                 self._shared = None  # the addition in place may modify the shared sum
-            sums.add("A", a)
-            sums.add("G", b)
-            sums.rows = sums.rows + rows
+            for factor, totals in zip(factors, every, strict=True):
+                call.sums.add(factor.key, totals[i])
+            call.sums.rows = call.sums.rows + kind.rows
 
 
 def _some(t: Tensor, examples: int, positions: int, first: int, every: int) -> Tensor:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dkfac.capture.statistics import LayerSums
 from dkfac.config.settings import Settings
-from dkfac.layers.conv import Conv, patches, patches_gram
+from dkfac.layers.conv import Conv, channels_of, patches, patches_gram
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import Picked, Rows, first_rows, regroup
 from dkfac.ops import factors as ops
 from dkfac.ops.decompose import Eigen
-from dkfac.plan.spec import FactorSpec, is_input
+from dkfac.plan.spec import FactorSpec, is_input, whole_key
 
 
 def input_sum(
@@ -37,11 +37,13 @@ def input_sum(
     ``parts``: number of calls in the examples, which are summed separately: ``[parts * B, D, D]``.
     """
     reduce = settings.weight_sharing == "reduce"
-    if rows.image is not None and mask is None and not reduce and not as_rows:
-        module = cast(Conv, layer.module)
-        total = patches_gram(module, rows.image, ones=layer.has_bias, dtype=layer.dtype, parts=parts)
+    if rows.image is not None and mask is None and not reduce and not as_rows and has_whole_channels(layer, factor):
+        module, image = cast(Conv, layer.module), _channels(layer, factor, rows.image)
+        total = patches_gram(
+            module, image, ones=factor.folds_bias, dtype=layer.dtype, parts=parts, pieces=factor.pieces
+        )
         return total, float(rows.g.shape[0] * rows.g.shape[1] // parts)
-    a, kept = inputs_of(layer, rows), _kept(layer, rows, mask, settings)
+    a, kept = input_rows(layer, factor, rows), _kept(layer, rows, mask, settings)
     count = _count(rows, kept, settings, parts)
     if reduce:
         a = regroup(a, rows.examples, layer.name)
@@ -53,11 +55,11 @@ def input_sum(
         a, kept = ops.mean_over_positions(a, kept, layer.dtype), None
     if as_rows:
         flat = a.reshape(-1, a.shape[-1]).to(layer.dtype)
-        ones = flat.new_ones(len(flat), 1 if layer.has_bias else 0)
+        ones = flat.new_ones(len(flat), 1 if factor.folds_bias else 0)
         flat = torch.cat([flat, ones], dim=1)
         return flat if kept is None else flat * kept.reshape(-1, 1), count
-    total = ops.gram(a, ones=layer.has_bias, dtype=layer.dtype, weight=kept, parts=parts)
-    return ops.in_weight_order(total, _taps(layer, rows)), count
+    total = ops.gram(a, ones=factor.folds_bias, dtype=layer.dtype, weight=kept, parts=parts)
+    return ops.in_weight_order(total, _taps(layer, rows) if has_whole_channels(layer, factor) else 1), count
 
 
 def _kept(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings) -> Tensor | None:
@@ -83,7 +85,7 @@ def map_sum(
     layer: Layer, factor: FactorSpec, rows: Rows, mask: Tensor | None, settings: Settings, *, as_rows: bool = False
 ) -> tuple[Tensor, Tensor | float]:
     """Return the sum over examples of ``X X^T`` (channels) or ``X^T X`` (positions), where inputs are flattened maps X,
-    and its divisor, which is only returned with the channels (0 with the positions)."""
+    and its divisor."""
     assert not as_rows, "maps do not travel as rows"
     flat, count = input_sum(layer, factor, rows, mask, settings, as_rows=True)
     channels, positions = (layer.spec.factor(key).dim for key in ("A_C", "A_S"))
@@ -91,15 +93,42 @@ def map_sum(
     if factor.key == "A_C":
         maps = maps.mT
     sides = maps.reshape(-1, maps.shape[-1])
-    return (sides.mT @ sides).unsqueeze(0), count if factor.key == "A_C" else 0.0
+    return (sides.mT @ sides).unsqueeze(0), count
 
 
-def inputs_of(layer: Layer, rows: Rows) -> Tensor:
-    """Return ``[N, S, B, I]``: a convolution's patches, ordered by tap and channel, or the input of another layer."""
-    if rows.image is not None:
-        return patches(cast(Conv, layer.module), rows.image)
-    assert rows.a is not None
-    return rows.a
+def input_rows(layer: Layer, factor: FactorSpec, rows: Rows) -> Tensor:
+    """Return the rows of an input factor, ``[N, S, blocks, features]``: inputs, or a convolution's patches, whose
+    features are ordered by tap and channel if the factor has whole channels."""
+    if rows.image is None:
+        assert rows.a is not None
+        is_dense = whole_key(factor.key) == "A" and factor.form == "dense"
+        return in_pieces(layer, factor, rows.a) if is_dense else rows.a
+    module = cast(Conv, layer.module)
+    if has_whole_channels(layer, factor):
+        return patches(module, _channels(layer, factor, rows.image), groups=factor.num_blocks)
+    taps = _taps(layer, rows)
+    by_tap = patches(module, rows.image, groups=module.groups)
+    return in_pieces(layer, factor, torch.unflatten(by_tap, -1, (taps, -1)).mT.flatten(-2))
+
+
+def in_pieces(layer: Layer, factor: FactorSpec, rows: Tensor) -> Tensor:
+    """Return the features ``[N, S, B, D]`` of a layer that belong to a factor, ``[N, S, B * P, w]``."""
+    number = factor.pieces * factor.dim - factor.folds_bias
+    if number == rows.shape[-1] and factor.pieces == 1:
+        return rows
+    first = layer.spec.first_feature(factor.key)
+    return torch.unflatten(rows[..., first : first + number], -1, (factor.pieces, -1)).flatten(2, 3)
+
+
+def has_whole_channels(layer: Layer, factor: FactorSpec) -> bool:
+    """Whether the features of a convolution's input factor are whole channels, with all taps of the kernel."""
+    return factor.unit == math.prod(cast(Conv, layer.module).kernel_size) if layer.kind == "conv" else True
+
+
+def _channels(layer: Layer, factor: FactorSpec, image: Tensor) -> Tensor:
+    """Return the channels of an input that belong to a factor."""
+    number = (factor.pieces * factor.dim - factor.folds_bias) // factor.unit
+    return channels_of(cast(Conv, layer.module), image, layer.spec.first_feature(factor.key) // factor.unit, number)
 
 
 def _taps(layer: Layer, rows: Rows) -> int:
@@ -120,8 +149,9 @@ def gradient_sum(
     g = rows.g
     if factor.form == "diagonal":
         return ops.square_sum(g, layer.dtype) * weight
-    if factor.key == "G" and settings.weight_sharing == "reduce":
+    if factor.key != "F" and settings.weight_sharing == "reduce":
         g = regroup(g, rows.examples, layer.name).to(layer.dtype).sum(1, keepdim=True)
+    g = in_pieces(layer, factor, g)
     if as_rows:
         return g.reshape(-1, g.shape[-1]).to(layer.dtype) * weight**0.5
     if isinstance(weight, Tensor):
@@ -147,17 +177,17 @@ def add_products(
     all, without. ``keep``: factors whose rows are kept instead. ``inputs``: whether to measure the input's factors.
     """
     for factor in layer.spec.factors:
-        key, is_own = factor.key, is_input(factor.key)
+        key, is_own, is_first = factor.key, is_input(factor.key), factor is layer.spec.factors[0]
         if is_own and not inputs:
             continue
         if due is not None and (layer.name, key) not in due:
-            if is_own and key != "A_S":  # the row count serves the other factors too
+            if is_own and is_first:  # the row count serves the other factors too
                 sums.rows = sums.rows + _count(rows, _kept(layer, rows, mask, settings), settings)
             continue
         if is_own:
             total = map_sum if layer.kind == "linear-map" else input_sum
             value, count = total(layer, factor, rows, mask, settings, as_rows=key in keep)
-            sums.rows = sums.rows + count
+            sums.rows = sums.rows + (count if is_first else 0.0)
         else:
             value = gradient_sum(layer, factor, rows, weight, settings, as_rows=key in keep)
         sums.add(key, value, as_rows=key in keep)
@@ -194,19 +224,27 @@ def spread(
 
 def moment_sum(layer: Layer, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
     """Return the sum over examples of the squared gradient in the eigenbasis, ``[B, O, I]``."""
-    q_a, q_g = basis["A"].vectors, basis["G"].vectors
-    assert q_a is not None
-    assert q_g is not None
-    a = regroup(inputs_of(layer, rows), rows.examples, layer.name).to(layer.dtype)
-    g = regroup(rows.g, rows.examples, layer.name).to(layer.dtype)
-    q_a, q_g = q_a.to(a), q_g.to(g)  # the model may have been moved or cast since
-    taps = _taps(layer, rows)
+    blocks, a, g = layer.spec.grad_shape[0], list[Tensor](), list[Tensor]()
+    for factor in layer.spec.factors:
+        is_own = is_input(factor.key)
+        side = input_rows(layer, factor, rows) if is_own else in_pieces(layer, factor, rows.g)
+        side = regroup(side, rows.examples, layer.name).to(layer.dtype)
+        vectors = basis[factor.key].vectors
+        assert vectors is not None
+        taps = _taps(layer, rows) if is_own and has_whole_channels(layer, factor) else 1
+        turned = _turned(side, vectors.to(side), taps, folds_bias=factor.folds_bias)  # the model may have been moved
+        (a if is_own else g).append(torch.unflatten(turned, 2, (blocks, -1)).flatten(3))
+    if layer.has_bias and not layer.spec.factors[0].folds_bias:
+        a.append(torch.ones_like(a[0][..., :1]))
+    return ops.gradient_square_sum(torch.cat(a, -1), torch.cat(g, -1))
+
+
+def _turned(rows: Tensor, vectors: Tensor, taps: int, *, folds_bias: bool) -> Tensor:
+    """Return rows ``[N, S, B, D]`` in an eigenbasis; ``taps``: of a convolution whose features are ordered by tap."""
     if taps > 1:
-        order = torch.arange(a.shape[-1], device=a.device).view(-1, taps).mT.reshape(-1)
-        last = torch.arange(a.shape[-1], q_a.shape[1], device=a.device)
-        q_a = q_a[:, torch.cat([order, last])]
-    if layer.has_bias:
-        a = torch.einsum("nsbi,bij->nsbj", a, q_a[:, :-1]) + q_a[:, -1]
-    else:
-        a = torch.einsum("nsbi,bij->nsbj", a, q_a)
-    return ops.gradient_square_sum(a, torch.einsum("nsbo,bop->nsbp", g, q_g))
+        order = torch.arange(rows.shape[-1], device=rows.device).view(-1, taps).mT.reshape(-1)
+        last = torch.arange(rows.shape[-1], vectors.shape[1], device=rows.device)
+        vectors = vectors[:, torch.cat([order, last])]
+    if folds_bias:
+        return torch.einsum("nsbi,bij->nsbj", rows, vectors[:, :-1]) + vectors[:, -1]
+    return torch.einsum("nsbi,bij->nsbj", rows, vectors)

@@ -20,7 +20,7 @@ from dkfac.comm.groups import Groups
 from dkfac.ops.factors import gram
 from dkfac.ops.pack import pack_triangle
 from dkfac.plan.plan import Plan
-from dkfac.plan.program import Part, Stage, Transfer, expand
+from dkfac.plan.program import How, Part, Stage, Transfer, expand
 
 Named = dict[tuple[str, str], Tensor]
 """Tensors by layer and key."""
@@ -93,7 +93,7 @@ class Transport:
         """
         launched = []
         for transfer in self.program.stage("factors"):
-            if transfer.bucket != bucket or transfer.how in ("collect", "rows"):
+            if transfer.bucket != bucket or transfer.how not in ("all-reduce", "reduce-scatter"):
                 continue
             flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
             for part, place in places_of(transfer.parts, flat):
@@ -162,22 +162,22 @@ class Transport:
         return result
 
     def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:
-        """Wait for reductions, forward chunks to their owners, and return the sums that this rank holds."""
+        """Wait for reductions, forward chunks to those who hold them, and return the sums that this rank holds."""
         reduced: list[tuple[Transfer, Tensor]] = []
         moving: list[tuple[Transfer, Pending]] = []
-        collects = {t.bucket: {} for t in self.program.stage("factors")}  # type: dict[int, dict[str, Transfer]]
-        for transfer in self.program.stage("factors"):
-            if transfer.how == "collect":
-                collects[transfer.bucket][transfer.dtype] = transfer
+        onwards = {(t.bucket, t.dtype, t.how): t for t in self.program.stage("factors")}
         for transfer, pending in launched:
             flat = pending.wait()
             if transfer.how == "all-reduce":
                 reduced.append((transfer, flat))
                 continue
-            onward = collects[transfer.bucket][transfer.dtype]
+            how: How = "collect" if transfer.parts[0].owner >= 0 else "all-gather"
+            onward, chunk = onwards[transfer.bucket, transfer.dtype, how], flat.to(dtype_of(transfer.dtype))
+            if how == "all-gather":
+                moving.append((onward, collectives.all_gather(chunk, self.groups.everyone)))
+                continue
             send, receive = onward.splits(self.rank)
-            chunk = flat.to(dtype_of(transfer.dtype))[: sum(send)]
-            moving.append((onward, collectives.exchange(chunk, send, receive, self.groups.everyone)))
+            moving.append((onward, collectives.exchange(chunk[: sum(send)], send, receive, self.groups.everyone)))
         reduced += [(transfer, pending.wait()) for transfer, pending in moving]
         result: Named = {}
         for transfer, flat in reduced:

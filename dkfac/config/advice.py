@@ -31,7 +31,7 @@ try      lr {_numbers([f * r for f in (1, 2) for r in rates[:1]])} x steps {step
 {_SYMPTOMS}
   {f"loss level with {name}'s":29}the learning rate is low for both: go up until it breaks
   loss breaks at the peak      a longer warm-up; more frequent refreshes: factor_interval=5, inverse_interval=5
-  much slower per step         larger intervals, statistics_fraction=0.25; split_dim=512; skip=[...] for layers of a
+  much slower per step         larger intervals, statistics_fraction=0.25; block_dim=128; skip=[...] for layers of a
                                vocabulary's size"""
 
 

@@ -50,8 +50,6 @@ class ExperimentalSettings:
         'with, in the step itself. `"auto"`: a stream on a GPU where nothing rounds its products to TF32, CPU threads '
         "elsewhere.",
         "it decides where decompositions are computed")
-    split_warmup: int = row.integer(
-        0, 0, "experimental", "`split_dim`: number of first steps in which no factor is split.", "it counts steps")
     replicate_factors: bool = row.flag(
         False, "experimental",
         "Keep running factors on every rank, as the papers do, instead of where they are decomposed.")

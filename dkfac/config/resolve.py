@@ -52,6 +52,8 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
     if unknown:
         close = difflib.get_close_matches(unknown[0], {*known, *EXPERIMENTAL_NAMES}, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
+        if unknown[0] == "split_dim":
+            hint = "block_dim replaces it: factors are measured, sent and used in pieces, not only decomposed; "
         raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
     has_rhythm = settings is not None or not options.keys().isdisjoint(ADAM.keys() - {"solver"})
     settings = Settings(**options) if settings is None else settings

@@ -106,21 +106,10 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         "inverse_lag={s.inverse_lag} does not go with spread_refresh={s.spread_refresh}: leave one out",
     ),
     Restriction(
-        ("inverse_lag", "split_warmup"),
-        lambda s: s.inverse_lag > 0 and s.experimental.split_warmup > 0,
-        "inverse_lag={s.inverse_lag} does not go with split_warmup={s.experimental.split_warmup}: leave one out",
-    ),
-    Restriction(
         ("inverse_backend", "tf32"),
         lambda s: s.experimental.inverse_backend == "stream" and s.tf32,
         'inverse_backend="stream" does not go with tf32=True, whose switch is the process\'s: what is decomposed '
         'beside a step would be rounded with it; use inverse_backend="threads"',
-    ),
-    Restriction(
-        ("split_warmup", "split_dim"),
-        lambda s: s.experimental.split_warmup > 0 and s.split_dim is None,
-        "split_warmup={s.experimental.split_warmup} has no effect without split_dim, as no factor is split: set "
-        "split_dim or leave split_warmup out",
     ),
     # Intervals of each factor
     _not_with_staleness("overlap", "overlap=True", lambda s: s.experimental.overlap),
@@ -131,7 +120,6 @@ RESTRICTIONS: tuple[Restriction, ...] = (
     _not_with_staleness("cuda_graph", "cuda_graph=True", lambda s: s.cuda_graph),
     _not_with_staleness("curvature", 'curvature="ekfac"', lambda s: s.curvature == "ekfac"),
     _not_with_staleness("solver", 'solver="cholesky"', lambda s: s.solver == "cholesky", "basis"),
-    _not_with_staleness("split_dim", "split_dim={s.split_dim}", lambda s: s.split_dim is not None, "basis"),
     _needs_staleness("staleness_threshold", 0.1),
     _needs_staleness("staleness_min_rows", 1024),
     _needs_staleness("max_interval", 200),
@@ -193,11 +181,11 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         "without an optimizer",
     ),
     Restriction(
-        ("share", "curvature", "fisher", "split_dim", "staleness", "strategy", "spread_refresh"),
-        lambda s: s.share == "weights" or s.curvature == "ekfac" or s.fisher != "empirical" or s.split_dim is not None
+        ("share", "curvature", "fisher", "staleness", "strategy", "spread_refresh"),
+        lambda s: s.share == "weights" or s.curvature == "ekfac" or s.fisher != "empirical"
         or s.experimental.staleness != "fixed" or s.strategy not in ("auto", "replicated") or s.spread_refresh > 1,
         'roles go with curvature="adaptive", "adam-eigen" or "kfac", fisher="empirical", share="gradients", '
-        'staleness="fixed" and whole factors, and need no strategy or spread_refresh: helpers measure and decompose',
+        'staleness="fixed", and need no strategy or spread_refresh: helpers measure and decompose',
         "with roles",
     ),
 )  # fmt: skip

@@ -187,11 +187,11 @@ class Settings(Meaning):
         '`solver="cholesky"`.',
         "A is factored by channels and positions",
         words="; experimental={'flattened': {...}} takes a mapping from layers to channels")
-    split_dim: int | None = row.integer(
-        None, 1, "decomposition",
-        "A factor larger than this is decomposed as equal diagonal blocks, none larger; what is between them is left "
-        "out. Time falls with the square of their number. An approximation: it changes results.",
-        "it is the size of a matrix; None leaves factors whole", optional=True)
+    block_dim: int | None = row.integer(
+        256, 1, "statistics",
+        "A factor larger than this is kept as equal diagonal blocks, none larger; what is between them is neither "
+        "measured nor used. Time, memory and transfers become a fraction. None keeps factors whole, as the papers do.",
+        "it is the size of a matrix; None keeps factors whole", optional=True)
     skip: tuple[str, ...] = row.other(
         (), "general", "Layers left to the optimizer: names, or patterns with `*` and `?`.",
         "layers are left out by name", accepts=convert.are_names, convert=convert.as_tuple,

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dkfac.config.settings import Settings
 from dkfac.config.step_context import StepContext
-from dkfac.decompose import layer_damping, layer_factors
-from dkfac.factors.layer_state import LayerState, bias_is_silent, carried
+from dkfac.decompose import layer_damping
+from dkfac.factors.layer_state import LayerState, carried, share_of_mean, whole_means
 from dkfac.factors.stacks import Stack
 from dkfac.ops import decompose
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, mean_eigenvalue
 from dkfac.ops.precision import tf32
-from dkfac.ops.precondition import TF32_TOLERANCE, factored_damping, tf32_error
+from dkfac.ops.precondition import TF32_TOLERANCE, factored_damping, multiply, per_piece, swapped, tf32_error
 from dkfac.ops.together import renewed
 
 Item = TypeVar("Item")
@@ -35,15 +35,11 @@ def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings
     """Whether a stack's decompositions can be updated in place: all exist, in the form that the solver produces."""
     if not (settings.improves_bases or settings.uses_inverses) or settings.measures_moments:
         return False
-    if any(bias_is_silent(layer, "A") or not states[layer.name].running for layer in stack.layers):
+    frozen_bias = any(layer.has_bias and not layer.bias_is_live for layer in stack.layers if not layer.is_norm)
+    if frozen_bias or any(not states[layer.name].running for layer in stack.layers):
         return False
     if stack.layers[0].kind == "linear-map":
         return False
-    is_split = any(factor.pieces > 1 for factor in stack.layers[0].spec.factors)
-    if is_split and any(
-        states[layer.name].decomposed_at < settings.experimental.split_warmup for layer in stack.layers
-    ):
-        return False  # the decompositions in use may not be split
     found = stack.decompositions(states)
     form = Inverse if settings.uses_inverses else Eigen
     return found is not None and all(isinstance(d, form) for d in found.values())
@@ -86,13 +82,8 @@ def _num_bytes(part: StackSlice) -> int:
 def _solve(parts: list[StackSlice], states: dict[str, LayerState], context: StepContext) -> list[dict[str, Tensor]]:
     problems = [_problem(part, states, context) for part in parts]
     jobs = [
-        (
-            factor,
-            this.olds[key],
-            this.shifts[key],
-            layer_factors.pieces(stack.layers[0], key, context.settings, context.step),
-        )
-        for (stack, _, _), this in zip(parts, problems, strict=True)
+        (factor, this.olds[key], per_piece(this.shifts[key], len(factor)))
+        for this in problems
         for key, factor in this.factors.items()
     ]
     found = iter(renewed(jobs))
@@ -113,26 +104,29 @@ class Problem:
 
 def _problem(part: StackSlice, states: dict[str, LayerState], context: StepContext) -> Problem:
     """Collect the running factors of some layers, and copy their mean eigenvalues into the layers' states."""
-    (stack, begin, end), blocks = part, part[0].blocks
-    here = slice(begin * blocks, end * blocks)
+    (stack, begin, end), blocks, like = part, part[0].blocks, part[0].layers[0]
     joined = stack.decompositions(states)
     assert joined is not None
     factors: dict[str, Tensor] = {}
     means: dict[str, Tensor] = {}
-    for key in joined:
+    olds: dict[str, Decomposition] = {}
+    for factor in like.spec.factors:
+        key, each = factor.key, factor.num_blocks
         values, weights = stack.running(states, key)
         tiny = torch.finfo(weights.dtype).tiny
-        weight = weights[begin:end].clamp(min=tiny).repeat_interleave(blocks)
+        weight = weights[begin:end].clamp(min=tiny).repeat_interleave(each)
+        here = slice(begin * each, end * each)
         factors[key] = values[here] / weight.view(-1, *[1] * (values.ndim - 1))
-        means[key] = mean_eigenvalue(values[here]) / weight
+        means[key] = share_of_mean(like, factor, mean_eigenvalue(values[here]) / weight)
+        olds[key] = _part(joined[key], here, factors[key].shape)
+    means = whole_means(means)
     for i, layer in enumerate(stack.layers[begin:end]):
         state = states[layer.name]
         for key, mean in means.items():  # in place, because a captured CUDA graph reads them
             state.means[key].copy_(mean[i * blocks : (i + 1) * blocks])
     damping = layer_damping.stack_damping(stack, states, context.settings, context.step)
     if isinstance(damping, Tensor):
-        damping = damping[here].flatten()
-    olds = {key: _part(joined[key], here, factor.shape) for key, factor in factors.items()}
+        damping = damping[begin * blocks : end * blocks].flatten()
     return Problem(factors, olds, means, factored_damping(means, damping), damping)
 
 
@@ -158,10 +152,11 @@ def _replaced(
                 with tf32(settings.tf32, stack.device):
                     rotations[key] = chosen.to(factor.dtype).mT @ target.to(factor.dtype)
             target.copy_(chosen)
-        good[key] = sound.view(-1, blocks).all(1)
+        good[key] = sound.view(end - begin, -1).all(1)
     if settings.tf32 and not settings.takes_steps:
-        good[TF32_KEY] = tf32_error(problem.olds, problem.means, problem.damping) < TF32_TOLERANCE
-        good[TF32_KEY] = good[TF32_KEY].view(-1, blocks).all(1)
+        shape = (end - begin) * blocks, *stack.layers[0].spec.grad_shape[1:]
+        error = tf32_error(problem.olds, problem.means, problem.damping, shape)
+        good[TF32_KEY] = (error < TF32_TOLERANCE).view(-1, blocks).all(1)
     if gathered is not None:
         down, across = stack.sizes
         values, weights = stack.moments(states, "moments")
@@ -190,10 +185,7 @@ def _mean_in_basis(
 
 def _turn(stack: Stack, matrices: Tensor, by: dict[str, Tensor]) -> Tensor:
     """Return matrices, laid out like the stack's gradients, multiplied by each factor's matrix on its side."""
-    for key, matrix in by.items():
-        from_the_right = (key == "A") != stack.transposed
-        matrices = matrices @ matrix.mT if from_the_right else matrix @ matrices
-    return matrices
+    return multiply(matrices, swapped(by) if stack.transposed else by)
 
 
 def _part(joined: Decomposition, here: slice, shape: torch.Size) -> Decomposition:

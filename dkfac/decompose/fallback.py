@@ -23,20 +23,19 @@ MORE_DAMPING = (10.0, 1e3, 1e5)
 
 
 def refresh(
-    factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor, pieces: tuple[int, ...] = ()
+    factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor
 ) -> tuple[Decomposition | None, Outcome]:
     """Return the decomposition to use from now on and the outcome that produced it. Synchronizes with the device.
 
-    ``shift`` is this factor's share of the damping, ``[B]``; it is used where the factor is inverted directly.
-    ``pieces`` are the sizes of the diagonal blocks to decompose instead of the whole factor. An out-of-memory error is
-    raised.
+    ``shift`` is this factor's share of the damping, ``[B]``; it is used where the factor is inverted directly. An
+    out-of-memory error is raised.
     """
     last: Outcome = "raw" if old is None else "kept"
     if not bool(torch.isfinite(factor).all()):
         return old, last
     for dtype, outcome in ((factor.dtype, "ok"), (torch.float64, "float64")):
         start = old if dtype == factor.dtype else None
-        found = _attempt_pieces(factor.to(dtype), start, solver, shift.to(dtype), pieces)
+        found = _attempt(factor.to(dtype), start, solver, shift.to(dtype))
         if found is not None:
             found = _cast(found, factor.dtype)
             if decompose.is_finite(found):
@@ -45,30 +44,12 @@ def refresh(
     floor = scale * torch.finfo(torch.float32).eps + torch.finfo(torch.float32).tiny
     for more in MORE_DAMPING:
         damped = torch.maximum(shift.to(torch.float64), floor) * more
-        found = _attempt_pieces(factor.to(torch.float64), None, "cholesky", damped, pieces)
+        found = _attempt(factor.to(torch.float64), None, "cholesky", damped)
         if found is not None:
             found = _cast(found, factor.dtype)
             if decompose.is_finite(found):
                 return found, "cholesky"
     return old, last
-
-
-def _attempt_pieces(
-    factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor, pieces: tuple[int, ...]
-) -> Decomposition | None:
-    """Decompose a factor's diagonal blocks and return them as one decomposition; None if any of them failed."""
-    if len(pieces) < 2 or factor.ndim == 2:
-        return _attempt(factor, old, solver, shift)
-    if solver == "warm-eigen" and old is not None and not decompose.is_in_pieces(old, pieces):
-        old = None
-    parts = []
-    for here in decompose.places(pieces):
-        start = None if old is None else decompose.piece(old, here)
-        part = _attempt(factor[:, here, here], start, solver, shift)
-        if part is None:
-            return None
-        parts.append(part)
-    return decompose.join(parts)
 
 
 def _attempt(factor: Tensor, old: Decomposition | None, solver: Solver, shift: Tensor) -> Decomposition | None:

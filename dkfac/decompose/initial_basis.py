@@ -46,31 +46,27 @@ def initial_bases(
     found: Found = {}
     if not context.settings.improves_bases:
         return found
-    wanted = [(layer, key) for layer in layers for key in keys[layer.name] if _is_meant(states, context, layer, key)]
+    wanted = [(layer, key) for layer in layers for key in keys[layer.name] if _is_meant(states, layer, key)]
     for layer, key in wanted:
         if ranks.is_shared(layer, key):
-            _iterate(states, context, [(layer, key)], found)
+            _iterate(states, [(layer, key)], found)
     own = [(layer, key) for layer, key in wanted if not ranks.is_shared(layer, key)]
     sizes = [layer.spec.factor(key).num_elements * layer.dtype.itemsize for layer, key in own]
     for chosen in in_bytes(zip(own, sizes, strict=True)):
-        _iterate(states, context, chosen, found)
+        _iterate(states, chosen, found)
     return found
 
 
-def _is_meant(states: dict[str, LayerState], context: StepContext, layer: Layer, key: str) -> bool:
+def _is_meant(states: dict[str, LayerState], layer: Layer, key: str) -> bool:
     least, most = FIRST.get(layer.weight.device.type, (1, 0))
-    width = max(layer_factors.pieces(layer, key, context.settings, context.step))
-    is_dense = layer.spec.factor(key).form == "dense"
-    return is_dense and least <= width <= most and key not in states[layer.name].decompositions
+    factor = layer.spec.factor(key)
+    return factor.form == "dense" and least <= factor.dim <= most and key not in states[layer.name].decompositions
 
 
-def _iterate(
-    states: dict[str, LayerState], context: StepContext, chosen: list[tuple[Layer, str]], found: Found
-) -> None:
+def _iterate(states: dict[str, LayerState], chosen: list[tuple[Layer, str]], found: Found) -> None:
     """Iterate on some factors in one batch and add the valid results to ``found``. Synchronizes with the device."""
     factors = [layer_factors.used(layer, states[layer.name], key) for layer, key in chosen]
-    pieces = [layer_factors.pieces(layer, key, context.settings, context.step) for layer, key in chosen]
-    jobs = [(f, _weights_own(f), f.new_zeros(len(f)), widths) for f, widths in zip(factors, pieces, strict=True)]
+    jobs = [(f, _weights_own(f), f.new_zeros(len(f))) for f in factors]
     try:
         with tf32(False, factors[0].device):
             made = renewed(jobs, times=ITERATIONS)

@@ -13,6 +13,7 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer
 from dkfac.ops import precondition as ops
+from dkfac.plan.spec import whole_key
 
 MEAN_ROUNDING = 10.0
 """In units of the dtype's machine epsilon. A product of mean eigenvalues below the square of this is rounding error of
@@ -24,7 +25,8 @@ def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -
     damping = settings.at("norm_damping" if layer.is_norm else "damping", step)
     if settings.damping_mode == "absolute" or damping == 0.0:
         return damping
-    product = torch.stack(list(state.means.values())).prod(0).mean()  # over one, two or three factors
+    whole = [mean for key, mean in state.means.items() if key == whole_key(key)]
+    product = torch.stack(whole).prod(0).mean()  # over one, two or three factors
     floor = (MEAN_ROUNDING * torch.finfo(product.dtype).eps) ** 2  # below it, both are only rounding error
     return damping * torch.where(product < floor, 1.0, product)
 
@@ -32,14 +34,17 @@ def damping_of(layer: Layer, state: LayerState, settings: Settings, step: int) -
 def is_dominated(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:
     """Whether the damping exceeds a layer's largest eigenvalue. Synchronizes with the device."""
     basis = state.basis()
-    return basis is not None and bool(ops.spectrum(basis).amax() < damping_of(layer, state, settings, step))
+    return basis is not None and bool(
+        ops.spectrum(basis, layer.spec.grad_shape).amax() < damping_of(layer, state, settings, step)
+    )
 
 
 def may_round(layer: Layer, state: LayerState, settings: Settings, step: int) -> bool:
     """Whether a layer's gradient may be preconditioned in TF32. Synchronizes with the device."""
     if settings.takes_steps or state.decompositions.keys() != state.means.keys():
         return True
-    error = ops.tf32_error(state.decompositions, state.means, damping_of(layer, state, settings, step))
+    damping = damping_of(layer, state, settings, step)
+    error = ops.tf32_error(state.decompositions, state.means, damping, layer.spec.grad_shape)
     return bool((error < ops.TF32_TOLERANCE).all())
 
 

@@ -14,16 +14,20 @@ from torch import Tensor
 from dkfac.config.settings import Settings
 from dkfac.decompose.fallback import Outcome, refresh
 from dkfac.decompose.layer_damping import damping_of
-from dkfac.factors.layer_state import LayerState, carry_moments, mean_of_live, silence_bias
+from dkfac.factors.layer_state import LayerState, carry_moments, mean_of_live, share_of_mean, silence_bias
 from dkfac.layers.layer import Layer
 from dkfac.ops import precondition as ops
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, stored
 
 
 def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
-    """Return the mean eigenvalues ``[B]`` of the running factors that this rank holds, by factor key."""
+    """Return what the running factors that this rank holds contribute to the mean eigenvalues of whole factors,
+    ``[B]``."""
     found = {key: mean_of_live(layer, key, silence_bias(layer, key, r.value)) / r.guarded_weight()
              for key, r in state.running.items()}  # fmt: skip
+    for factor in layer.spec.factors:
+        if factor.whole_dim and factor.key in found:
+            found[factor.key] = share_of_mean(layer, factor, found[factor.key])
     if "A_S" in found:
         found["A_S"] = torch.full_like(found["A_S"], 1 / layer.spec.factor("A_S").dim)
     return found
@@ -47,15 +51,10 @@ def decompose(
     shifts = ops.factored_damping(state.means, damping_of(layer, state, settings, step))
     found = {}
     for key in keys:
-        old, parts = state.decompositions.get(key), pieces(layer, key, settings, step)
-        found[key] = refresh(used(layer, state, key), old, settings.solver, shifts[key], parts)
+        factor = used(layer, state, key)
+        shift = shifts[key] if len(shifts[key]) == len(factor) else ops.per_piece(shifts[key], len(factor))
+        found[key] = refresh(factor, state.decompositions.get(key), settings.solver, shift)
     return found
-
-
-def pieces(layer: Layer, key: str, settings: Settings, step: int) -> tuple[int, ...]:
-    """Return the sizes of the diagonal blocks in which a factor is decomposed at a step."""
-    factor = layer.spec.factor(key)
-    return factor.widths if step >= settings.experimental.split_warmup else (factor.dim,)
 
 
 def adopt(

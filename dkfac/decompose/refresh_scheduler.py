@@ -60,8 +60,8 @@ def cut(stacks: list[Stack], num_slices: int) -> list[list[StackSlice]]:
 def _cost(stack: Stack) -> tuple[float, float]:
     """Return the approximate milliseconds on a GPU: the fixed cost of a stack, and the cost of each of its layers."""
     dense = [factor for factor in stack.layers[0].spec.factors if factor.form == "dense"]
-    begin = sum(0.4 * math.ceil(max(factor.widths) / decompose.LEAF) for factor in dense)
-    return 0.05 + begin, sum(8e-11 * f.num_blocks * width**3 for f in dense for width in f.widths) + 1e-3
+    begin = sum(0.4 * math.ceil(factor.dim / decompose.LEAF) for factor in dense)
+    return 0.05 + begin, sum(8e-11 * f.num_blocks * f.dim**3 for f in dense) + 1e-3
 
 
 class RefreshScheduler:

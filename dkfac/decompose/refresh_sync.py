@@ -6,7 +6,6 @@ Input: what this rank has. Output: the same values on all ranks. Owns: nothing.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.config.step_context import StepContext
 from dkfac.decompose import layer_factors
 from dkfac.decompose.fallback import OUTCOMES, Outcome
-from dkfac.factors.layer_state import LayerState
+from dkfac.factors.layer_state import LayerState, whole_means
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
-from dkfac.ops.decompose import Decomposition, Eigen, Inverse, join, piece, places
+from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.ops.pack import pack_triangle
 from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
@@ -43,7 +42,7 @@ def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Tr
         for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
             speaks = ranks.rank == held[0] and factor.key in state.running
             has.append((state.running[factor.key].weight > 0) if speaks else 0.0)
-            zeros = torch.zeros(factor.num_blocks, device=layer.weight.device, dtype=layer.dtype)
+            zeros = torch.zeros(factor.grad_blocks, device=layer.weight.device, dtype=layer.dtype)
             means.append(live[factor.key] if speaks else zeros)
     device = means[0].device
     joined = torch.cat([m.to(device, torch.float64) for m in means])
@@ -64,10 +63,10 @@ def _complete(layers: list[Layer], flags: Tensor, joined: Tensor) -> Means:
         complete = min(next(counts) for _ in layer.spec.factors) > 0
         found = {}
         for factor in layer.spec.factors:
-            found[factor.key] = joined[position : position + factor.num_blocks].to(layer.weight.device, layer.dtype)
-            position += factor.num_blocks
+            found[factor.key] = joined[position : position + factor.grad_blocks].to(layer.weight.device, layer.dtype)
+            position += factor.grad_blocks
         if complete:
-            result[layer.name] = found
+            result[layer.name] = whole_means(found)
     return result
 
 
@@ -126,13 +125,9 @@ def share_decompositions(
     due: Iterable[Layer],
     found: Found,
     outcomes: Outcomes,
-    since: int,
     only: Container[tuple[str, str]] | None = None,
 ) -> dict[str, dict[str, Decomposition]]:
-    """Return the new decompositions that this rank holds: its own and those received from other ranks.
-
-    ``since`` is the step of the factors; it decides in which pieces they were decomposed. Collective.
-    """
+    """Return the new decompositions that this rank holds: its own and those received from other ranks. Collective."""
     own = {layer.name: {key: d for key, (d, _) in found.get(layer.name, {}).items() if d is not None} for layer in due}
     by_name = {layer.name: layer for layer in due}
     solver = settings.solver
@@ -143,8 +138,7 @@ def share_decompositions(
         decomposition = own.get(part.layer, {}).get(part.key)
         if decomposition is None or outcomes[part.layer][part.key] in ("kept", "raw"):
             return None
-        pieces = layer_factors.pieces(by_name[part.layer], part.key, settings, since)
-        return pack_decomposition(decomposition, solver, pieces)
+        return pack_decomposition(decomposition, solver)
 
     for (name, key), flat in transport.share("decompositions", value).items():
         if name not in by_name or outcomes[name][key] in ("kept", "raw"):
@@ -153,22 +147,17 @@ def share_decompositions(
         own[name][key] = unpack_decomposition(
             flat.to(layer.weight.device),
             layer.spec.factor(key),
-            layer_factors.pieces(layer, key, settings, since),
             is_inverse=solver == "cholesky" or outcomes[name][key] == "cholesky",
             packed=solver == "cholesky",
         )
     return own
 
 
-def pack_decomposition(decomposition: Decomposition, solver: str, pieces: tuple[int, ...] = ()) -> Tensor:
+def pack_decomposition(decomposition: Decomposition, solver: str) -> Tensor:
     """Return a decomposition as one flat tensor: the triangle of an inverse, or eigenvectors and eigenvalues.
 
-    With an eigen solver, an inverse (a fallback) is sent in place of the eigenvectors. ``pieces`` are the sizes of the
-    diagonal blocks outside of which the decomposition is zero; only the blocks are packed.
+    With an eigen solver, an inverse (a fallback) is sent in place of the eigenvectors.
     """
-    if len(pieces) > 1:
-        cut = [piece(decomposition, here) for here in places(pieces)]
-        return torch.cat([pack_decomposition(part, solver) for part in cut])
     match decomposition:
         case Inverse(matrix):
             if matrix.ndim == 2:
@@ -180,14 +169,7 @@ def pack_decomposition(decomposition: Decomposition, solver: str, pieces: tuple[
             return values.reshape(-1) if vectors is None else torch.cat([vectors.reshape(-1), values.reshape(-1)])
 
 
-def unpack_decomposition(
-    flat: Tensor, factor: FactorSpec, pieces: tuple[int, ...] = (), *, is_inverse: bool, packed: bool
-) -> Decomposition:
-    if len(pieces) > 1:
-        each = [replace(factor, dim=width, pieces=1) for width in pieces]
-        flats = torch.split(flat, [one.wire_elements("cholesky" if packed else "eigen") for one in each])
-        both = zip(flats, each, strict=True)
-        return join([unpack_decomposition(part, one, is_inverse=is_inverse, packed=packed) for part, one in both])
+def unpack_decomposition(flat: Tensor, factor: FactorSpec, *, is_inverse: bool, packed: bool) -> Decomposition:
     if is_inverse and (packed or factor.form == "diagonal"):
         return Inverse(unpack_factor(flat, factor))
     if factor.form == "diagonal":

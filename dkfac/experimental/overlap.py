@@ -79,7 +79,7 @@ class Overlap:
         if layer.name in self._inputs:
             self._errors.keep(_called_again(layer.name))
             return
-        if layer.spec.factors[0].key != "A" or (layer.name, "A") in self._collector.as_rows:
+        if len(layer.spec.side("A")) != 1 or (layer.name, "A") in self._collector.as_rows:
             return
         collector = self._collector
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False), collector.timer.stage("capture", x.device):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors, mean_eigenvalue
-from dkfac.ops.precondition import on_map, rotate
-from dkfac.plan.spec import is_input
+from dkfac.ops.precondition import multiply, rotate
+from dkfac.plan.spec import FactorSpec, whole_key
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class LayerState:
     running: dict[str, Average] = field(default_factory=dict)
     decompositions: dict[str, Decomposition] = field(default_factory=dict)
     means: dict[str, Tensor] = field(default_factory=dict)
-    """Mean eigenvalue per block of each factor when it was decomposed, ``[B]``."""
+    """Mean eigenvalue of the whole factor that each factor is a part of when it was decomposed, ``[B]``."""
     moments: Average | None = None
     """In the eigenbasis: EKFAC's moments, or Adam's second moment."""
     momentum: Average | None = None
@@ -159,9 +159,35 @@ def mean_of_live(layer: Layer, key: str, factor: Tensor) -> Tensor:
     return mean * (dim / (dim // 2 if layer.kind == "norm-joint" else dim - 1))
 
 
+def share_of_mean(layer: Layer, factor: FactorSpec, mean: Tensor) -> Tensor:
+    """Return what a factor contributes to the mean eigenvalue of the whole factor that it is a part of, ``[B]``.
+
+    ``mean`` is that of each piece, ``[B * P]``. A bias that A leaves out counts as an eigenvalue 1 of A.
+    """
+    if not factor.whole_dim:
+        return mean
+    leaves_bias = whole_key(factor.key) == "A" and layer.has_bias
+    dim = factor.whole_dim - (leaves_bias and not layer.bias_is_live)
+    share = (mean * factor.dim).view(-1, factor.pieces).sum(1) / dim
+    return share + 1 / dim if leaves_bias and layer.bias_is_live and factor.key == "A" else share
+
+
+def whole_means(shares: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for each factor, the mean eigenvalue of the whole factor that it is a part of, from all its shares."""
+    if not any(key.endswith("_rest") for key in shares):
+        return shares
+    whole: dict[str, Tensor] = {}
+    for key, share in shares.items():
+        side = whole_key(key)
+        whole[side] = whole[side] + share if side in whole else share
+    return {key: whole[whole_key(key)] for key in shares}
+
+
 def bias_is_silent(layer: Layer, key: str) -> bool:
     """Whether a folded bias was frozen after attach and is to be left out of a factor."""
-    return key in ("A", "F") and layer.has_bias and not layer.bias_is_live
+    if key not in ("A", "F") or not layer.has_bias or layer.bias_is_live:
+        return False
+    return layer.is_norm or layer.spec.factor(key).folds_bias
 
 
 def carry_moments(
@@ -200,15 +226,7 @@ def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str,
         rotation = before if after is None else after.mT if before is None else after.mT @ before
         if rotation is not None:
             sides[key] = rotation.square()
-    for key, squares in sides.items():
-        if not is_input(key):
-            moments = squares @ moments
-        elif key == "A":
-            moments = moments @ squares.mT
-    if "A_C" in sides or "A_S" in sides:
-        c, s = (sides[key].mT for key in ("A_C", "A_S"))
-        moments = on_map(moments, c, s)
-    return moments
+    return multiply(moments, sides)
 
 
 def _in(basis: Tensor | None, like: Tensor) -> Tensor | None:

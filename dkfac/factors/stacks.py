@@ -73,10 +73,10 @@ class Stack:
             for layer, average, view in zip(self.layers, mine, held[0], strict=True)
         ):
             return held[1], held[2]
-        shape = self.layers[0].spec.factor(key).shape
-        values = torch.zeros(self.num_layers * self.blocks, *shape[1:], dtype=self.dtype, device=self.device)
+        blocks, *sizes = self.layers[0].spec.factor(key).shape
+        values = torch.zeros(self.num_layers * blocks, *sizes, dtype=self.dtype, device=self.device)
         weights = torch.zeros(self.num_layers, dtype=self.dtype, device=self.device)
-        views = list(torch.split(values, self.blocks))
+        views = list(torch.split(values, blocks))
         for i, (layer, average) in enumerate(zip(self.layers, mine, strict=True)):
             if average is not None:
                 views[i].copy_(average.value)
@@ -139,21 +139,22 @@ class Stack:
             forms = {(type(d), tuple(d.tensors())) for d in present}
             if len(present) < len(mine) or len(forms) > 1:
                 return None
-            found[key], views = self._join(present)
+            found[key], views = self._join(present, pads=not factor.whole_dim)
             for layer, view in zip(self.layers, views, strict=True):
                 states[layer.name].decompositions[key] = view
             self._decompositions[key] = (views, found[key])
         return found
 
-    def _join(self, decompositions: list[Decomposition]) -> tuple[Decomposition, list[Decomposition]]:
-        """Return decompositions concatenated along the blocks and padded, and each as a view of the result."""
+    def _join(self, decompositions: list[Decomposition], *, pads: bool) -> tuple[Decomposition, list[Decomposition]]:
+        """Return decompositions concatenated along the blocks, and each as a view of the result. ``pads``: to the size
+        of the buffer, as a whole factor must be."""
         common: dict[str, Tensor] = {}
         views: list[dict[str, Tensor]] = [{} for _ in decompositions]
         for name, first in decompositions[0].tensors().items():
-            sizes = [self._pad(size) for size in first.shape[1:]]
-            joined = torch.zeros(self.num_layers * self.blocks, *sizes, dtype=first.dtype, device=first.device)
+            sizes = [self._pad(size) if pads else size for size in first.shape[1:]]
+            joined = torch.zeros(self.num_layers * len(first), *sizes, dtype=first.dtype, device=first.device)
             bare = joined[(slice(None), *(slice(size) for size in first.shape[1:]))]
-            for i, part in enumerate(torch.split(bare, self.blocks)):
+            for i, part in enumerate(torch.split(bare, len(first))):
                 views[i][name] = part.copy_(decompositions[i].tensors()[name])
             common[name] = joined
         return from_tensors(common), [from_tensors(view) for view in views]

@@ -22,39 +22,52 @@ def strip_taps(module: Conv) -> int:
     return math.prod(module.kernel_size[1:] if _correlates(module) else module.kernel_size)
 
 
-def _correlates(module: Conv) -> bool:
-    if module.groups > 1 or module.padding_mode != "zeros":
+def _correlates(module: Conv, groups: int | None = None) -> bool:
+    groups = module.groups if groups is None else groups
+    if groups > 1 or module.padding_mode != "zeros":
         return False
     above, below = conv_padding(module.padding, module.kernel_size, module.dilation)[-2:]
     return correlate.correlates(module.kernel_size[0], module.stride[0], module.dilation[0], above + below)
 
 
-def _is_plain(module: Conv) -> bool:
+def _is_plain(module: Conv, groups: int) -> bool:
     """Return whether a convolution with a single tap reads each position exactly once, without padding."""
-    return module.groups == 1 and set(module.stride) == {1} and not any(conv_padding(module.padding, module.kernel_size,
+    return groups == 1 and set(module.stride) == {1} and not any(conv_padding(module.padding, module.kernel_size,
         module.dilation))  # fmt: skip
 
 
-def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int = 1) -> Tensor:
-    """Return the sum over patches of ``p p^T``, ``[parts * groups, D, D]``, features in the weight's order.
+def channels_of(module: Conv, x: Tensor, first: int, number: int) -> Tensor:
+    """Return ``number`` channels of each group of an input ``[N, C, ...]``, from ``first`` on."""
+    if number == x.shape[1] // module.groups:
+        return x
+    return torch.unflatten(x, 1, (module.groups, -1))[:, :, first : first + number].flatten(1, 2)
 
-    ``parts``: number of equal parts of the images that are summed separately.
+
+def patches_gram(module: Conv, x: Tensor, *, ones: bool, dtype: torch.dtype, parts: int = 1, pieces: int = 1) -> Tensor:
+    """Return the sum over patches of ``p p^T``, ``[parts * groups * pieces, D, D]``, features in the weight's order.
+
+    ``parts``: number of equal parts of the images that are summed separately. ``pieces``: number of equal pieces of the
+    channels of each group, whose products with each other are left out.
     """
+    groups = module.groups
+    if pieces > 1:  # each piece as further images: they are summed separately too
+        apart = torch.unflatten(torch.unflatten(x, 1, (groups * pieces, -1)), 0, (parts, -1)).transpose(1, 2)
+        x, parts, groups = apart.flatten(0, 2), parts * groups * pieces, 1
     taps = math.prod(module.kernel_size)
-    channels = module.in_channels // module.groups
+    channels = x.shape[1] // groups
     features = channels * taps
-    if taps == 1 and _is_plain(module):
+    if taps == 1 and _is_plain(module, groups):
         rows = x.movedim(1, -1).reshape(x.shape[0], -1, 1, channels)
         return factors.gram(rows, ones=ones, dtype=dtype, parts=parts)
-    if not _correlates(module):
-        rows = patches(module, x, aligned=factors.adds_in_float32(x, dtype))
+    if not _correlates(module, groups):
+        rows = patches(module, x, groups=groups, aligned=factors.adds_in_float32(x, dtype))
         total = factors.gram(rows, ones=ones, dtype=dtype, features=features, parts=parts)
         return factors.in_weight_order(total, taps)
     above, below = conv_padding(module.padding, module.kernel_size, module.dilation)[-2:]
     height, width = module.kernel_size[0], taps // module.kernel_size[0]
     if isinstance(module, nn.Conv2d) and height == 3 and min(above, below) > 0:
         return _rows_of_three(module, x, ones=ones, dtype=dtype, parts=parts)
-    windows = _windows(module, x, first=1)
+    windows = _windows(module, x, groups, first=1)
     windows = windows.reshape(*windows.shape[:2], -1, width * channels) if windows.ndim > 6 else windows
     strips = correlate.with_room(windows, height)
     blocks = correlate.patch_gram(strips, height, above, below, dtype, parts)
@@ -79,7 +92,7 @@ def _rows_of_three(module: nn.Conv2d, x: Tensor, *, ones: bool, dtype: torch.dty
         ends = [strips[:, row].reshape(parts, -1, strips.shape[-1]) for row in (above, -1 - below)]
         top, bottom = (factors.product(rows, rows, dtype) for rows in ends)
         borders = (top if above == 1 else torch.zeros_like(top), bottom if below == 1 else torch.zeros_like(bottom))
-    full = conv_fused.assemble(totals, borders, module.in_channels, int(ones))
+    full = conv_fused.assemble(totals, borders, x.shape[1], int(ones))
     if ones:
         _fill_ones(full, strips, 3, width, dtype)
     return full
@@ -95,17 +108,17 @@ def _fill_ones(full: Tensor, strips: Tensor, height: int, width: int, dtype: tor
     full[:, -1, -1] = strips.shape[0] // parts * (strips.shape[1] - height + 1) * strips.shape[2]
 
 
-def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:
-    """Return ``[N, S, groups, taps * in_channels / groups]``: the channels of one tap are adjacent, as in memory.
+def patches(module: Conv, x: Tensor, *, groups: int, aligned: bool = False) -> Tensor:
+    """Return ``[N, S, groups, taps * channels / groups]``: the channels of one tap are adjacent, as in memory.
 
     Gathering them in the weight's order, channel by channel, takes several times as long. ``aligned``: pad the features
     with zeros to the multiple for which tensor cores are fast.
     """
-    windows = _windows(module, x)
+    windows = _windows(module, x, groups)
     num_spatial = len(module.kernel_size)
-    if module.groups > 1:
+    if groups > 1:
         windows = windows.movedim(-2, 1 + num_spatial)
-        return windows.reshape(windows.shape[0], math.prod(windows.shape[1 : 1 + num_spatial]), module.groups, -1)
+        return windows.reshape(windows.shape[0], math.prod(windows.shape[1 : 1 + num_spatial]), groups, -1)
     features = math.prod(windows.shape[1 + num_spatial :])
     shape = windows.shape[: 1 + num_spatial]
     if not aligned or features % factors.COLUMN_ALIGNMENT == 0:
@@ -115,7 +128,7 @@ def patches(module: Conv, x: Tensor, *, aligned: bool = False) -> Tensor:
     return wide.view(shape[0], math.prod(shape[1:]), 1, -1)
 
 
-def _windows(module: Conv, x: Tensor, *, first: int = 0) -> Tensor:
+def _windows(module: Conv, x: Tensor, groups: int, *, first: int = 0) -> Tensor:
     """Return a view ``[N, *positions, *taps, groups, channels]`` of the padded input.
 
     ``first``: the first spatial dimension that is unfolded into taps; the ones before are left as they are.
@@ -134,8 +147,8 @@ def _windows(module: Conv, x: Tensor, *, first: int = 0) -> Tensor:
     for i, (size, _, dilation) in enumerate(kernel, start=first):
         shape.append(size)
         steps.append(x.stride(1 + i) * dilation)
-    shape += [module.groups, channels // module.groups]
-    steps += [channels // module.groups, 1]
+    shape += [groups, channels // groups]
+    steps += [channels // groups, 1]
     return x.as_strided(shape, steps)
 
 

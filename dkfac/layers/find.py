@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
-from dkfac.plan.spec import FactorSpec, LayerSpec, split
+from dkfac.plan.spec import FactorSpec, LayerSpec, cut_layer
 
 KINDS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
@@ -129,7 +129,7 @@ def find_layers(
         if tied:
             reason = f"shares its weight with {', '.join(repr(other) for other in tied)}"
         if reason is None and layer is not None:
-            layers.append(layer)
+            layers.append(Layer(module, cut_layer(layer.spec, settings.block_dim), layer.has_bias))
             bias = module._parameters.get("bias")
             if bias is not None and not layer.has_bias:
                 why = "not in the optimizer" if bias.requires_grad else "frozen"
@@ -193,7 +193,7 @@ def _build(name: str, module: nn.Module, settings: Settings, allowed: set[int] |
     assert weight is not None
     elements = weight.numel() + (bias.numel() if has_bias and bias is not None else 0)
     dtype = str(torch.promote_types(weight.dtype, torch.float32)).removeprefix("torch.")
-    (spec,) = split([LayerSpec(name, kind, factors, elements, dtype)], settings.split_dim)
+    spec = LayerSpec(name, kind, factors, elements, dtype)
     return Layer(module, spec, has_bias)
 
 
@@ -239,10 +239,10 @@ def _factors(module: nn.Module, has_bias: bool, settings: Settings) -> tuple[str
     if kind == "embedding":
         return kind, (FactorSpec("A", shape[0], form="diagonal"), FactorSpec("G", shape[1]))
     if kind == "conv1d-transposed":
-        return kind, (FactorSpec("A", shape[0] + has_bias), FactorSpec("G", shape[1]))
+        return kind, (FactorSpec("A", shape[0] + has_bias, folds_bias=has_bias), FactorSpec("G", shape[1]))
     groups = module.groups if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 1
     return kind, (
-        FactorSpec("A", math.prod(shape[1:]) + has_bias, groups),
+        FactorSpec("A", math.prod(shape[1:]) + has_bias, groups, unit=math.prod(shape[2:]), folds_bias=has_bias),
         FactorSpec("G", shape[0] // groups, groups),
     )
 

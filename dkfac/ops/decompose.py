@@ -5,7 +5,6 @@ Input: a factor ``[B, D, D]`` or diagonal ``[B, D]``, B = blocks; not modified. 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -183,40 +182,6 @@ def _square(root: Tensor, out: Tensor) -> None:
     out[:, :half, :half] += below.mT @ below
     out[:, half:, :half] = second.mT @ below
     out[:, :half, half:] = out[:, half:, :half].mT
-
-
-def places(pieces: tuple[int, ...]) -> list[slice]:
-    """Return the slices of diagonal blocks of these sizes."""
-    ends = list(itertools.accumulate(pieces))
-    return [slice(end - size, end) for end, size in zip(ends, pieces, strict=True)]
-
-
-def piece(whole: Decomposition, here: slice) -> Decomposition:
-    """Return the decomposition of one diagonal block, as views of the whole one."""
-    cut = {name: t[(slice(None), *[here] * (t.ndim - 1))] for name, t in whole.tensors().items()}
-    return from_tensors(cut)
-
-
-def join(parts: list[Decomposition]) -> Decomposition:
-    """Return decompositions of diagonal blocks, all of one form, as one of the whole, with zeros between them."""
-    found: dict[str, Tensor] = {}
-    for name in parts[0].tensors():
-        tensors = [part.tensors()[name] for part in parts]
-        if tensors[0].ndim == 2:
-            found[name] = torch.cat(tensors, -1)
-            continue
-        sizes = tuple(t.shape[-1] for t in tensors)
-        found[name] = tensors[0].new_zeros(len(tensors[0]), sum(sizes), sum(sizes))
-        for here, tensor in zip(places(sizes), tensors, strict=True):
-            found[name][:, here, here] = tensor
-    return from_tensors(found)
-
-
-def is_in_pieces(whole: Decomposition, pieces: tuple[int, ...]) -> bool:
-    """Return whether everything outside the diagonal blocks is zero. Synchronizes with the device."""
-    matrices = [t for t in whole.tensors().values() if t.ndim == 3]
-    inside = torch.stack([m[:, here, here].count_nonzero() for m in matrices for here in places(pieces)]).sum()
-    return bool(inside == torch.stack([m.count_nonzero() for m in matrices]).sum())
 
 
 def stored(found: Decomposition, basis_dtype: str) -> Decomposition:

@@ -18,17 +18,13 @@ from dkfac.ops.decompose import (
     Inverse,
     from_tensors,
     inverse_by_blocks,
-    join,
     orthonormal,
-    piece,
-    places,
     symmetric,
     warm_step,
 )
 
-Job = tuple[Tensor, Decomposition, Tensor, tuple[int, ...]]
-"""A factor, its previous decomposition, its share of the damping, ``[B]``, and the sizes of diagonal blocks that are
-decomposed separately."""
+Job = tuple[Tensor, Decomposition, Tensor]
+"""A factor, its previous decomposition, and its share of the damping, ``[B]``."""
 
 
 def renewed(jobs: Sequence[Job], times: int = 1) -> list[tuple[Decomposition, Tensor]]:
@@ -37,32 +33,22 @@ def renewed(jobs: Sequence[Job], times: int = 1) -> list[tuple[Decomposition, Te
     Similar sizes are decomposed in one batch: on a GPU the number of small consecutive steps determines the time.
     ``times``: number of steps of subspace iteration for eigenbases.
     """
-    blocks: list[tuple[Tensor, Decomposition, Tensor]] = []
-    for factor, old, shift, pieces in jobs:
-        whole = len(pieces) < 2
-        blocks += [(factor, old, shift)] if whole else [(factor[:, w, w], piece(old, w), shift) for w in places(pieces)]
     found: dict[int, tuple[Decomposition, Tensor]] = {}
-    for size, which in _alike(blocks):
-        given = [_padded(*blocks[i], size) for i in which]
+    for size, which in _alike(jobs):
+        given = [_padded(*jobs[i], size) for i in which]
         olds = [old.tensors() for _, old, _ in given]
         together = from_tensors({name: torch.cat([old[name] for old in olds]) for name in olds[0]})
-        counts = [len(blocks[i][0]) for i in which]
+        counts = [len(jobs[i][0]) for i in which]
         factors, shifts = torch.cat([f for f, _, _ in given]), torch.cat([s for _, _, s in given])
         new, good = _renewed(factors, together, shifts)
         for _ in range(times - 1):
-            new, good = _renewed(factors, _sorted_apart(new, [blocks[i][0].shape[-1] for i in which], counts), shifts)
+            new, good = _renewed(factors, _sorted_apart(new, [jobs[i][0].shape[-1] for i in which], counts), shifts)
         parts = zip(*(torch.split(t, counts) for t in new.tensors().values()), strict=True)
         for i, tensors, flags in zip(which, parts, torch.split(good, counts), strict=True):
-            own = slice(blocks[i][0].shape[-1])
+            own = slice(jobs[i][0].shape[-1])
             cut = {n: t[(slice(None), *[own] * (t.ndim - 1))] for n, t in zip(new.tensors(), tensors, strict=True)}
             found[i] = from_tensors(cut), flags
-    results, begin = [], 0
-    for *_, pieces in jobs:
-        mine = [found[begin + i] for i in range(max(1, len(pieces)))]
-        begin += len(mine)
-        joined = mine[0][0] if len(mine) == 1 else join([new for new, _ in mine])
-        results.append((joined, torch.stack([flags for _, flags in mine]).all(0)))
-    return results
+    return [found[i] for i in range(len(jobs))]
 
 
 SIZE_ALIGNMENT = {0: 8, 512: 32}
@@ -79,15 +65,15 @@ ABOUT = 1 / 16
 """Relative difference of sizes that are padded to the same size."""
 
 
-def _alike(blocks: Sequence[tuple[Tensor, Decomposition, Tensor]]) -> list[tuple[int, list[int]]]:
-    """Return which blocks are decomposed in one batch, with the size that they are padded to."""
+def _alike(jobs: Sequence[Job]) -> list[tuple[int, list[int]]]:
+    """Return which jobs are decomposed in one batch, with the size that they are padded to."""
     found: dict[Any, list[int]] = {}
-    sizes = sorted({f.shape[-1] for f, old, _ in blocks if f.ndim == 3 and isinstance(old, Eigen)}, reverse=True)
+    sizes = sorted({f.shape[-1] for f, old, _ in jobs if f.ndim == 3 and isinstance(old, Eigen)}, reverse=True)
     padded: dict[int, int] = {}
     for size in sizes:
         last = next(reversed(padded.values()), size)
         padded[size] = last if size >= last * (1 - ABOUT) else size
-    for i, (factor, old, _) in enumerate(blocks):
+    for i, (factor, old, _) in enumerate(jobs):
         size = factor.shape[-1]
         size = aligned(padded[size], factor.device) if factor.ndim == 3 and isinstance(old, Eigen) else size
         found.setdefault((size, factor.ndim, factor.dtype, factor.device, type(old)), []).append(i)

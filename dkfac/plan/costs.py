@@ -38,9 +38,9 @@ class Costs:
             return self.flop_seconds * factor.num_elements
         curve = self.curves.get(solver)
         if curve is not None:
-            return factor.num_blocks * sum(curve(width) for width in factor.widths)
+            return factor.num_blocks * curve(factor.dim)
         flops = self.inverse_flops if solver == "cholesky" else self.eigen_flops
-        return self.flop_seconds * flops * factor.num_blocks * sum(float(width) ** 3 for width in factor.widths)
+        return self.flop_seconds * flops * factor.num_blocks * float(factor.dim) ** 3
 
     def precondition(self, layer: LayerSpec, solver: str = "eigen") -> float:
         passes = 2 if solver == "cholesky" else 4

@@ -35,8 +35,8 @@ class Choices:
     factor_interval: int = 10
     inverse_interval: int = 100
     inverse_lag: int = 0
-    split_dim: int | None = None
-    """The ``dim`` by which the layers were split with ``spec.split``."""
+    block_dim: int | None = None
+    """The width at which the layers were cut with ``spec.cut_layer``."""
 
 
 def make_plan(

@@ -22,7 +22,7 @@ class Shape:
 
 
 def linear(name: str, inputs: int, outputs: int, positions: int = 1, *, bias: bool = True) -> Shape:
-    return _shape(name, "linear", inputs + bias, outputs, positions)
+    return _shape(name, "linear", inputs, outputs, positions, bias)
 
 
 Kernel = tuple[int, int] | int
@@ -31,11 +31,12 @@ Kernel = tuple[int, int] | int
 def conv(name: str, inputs: int, outputs: int, kernel: Kernel, side: int, *, bias: bool = False) -> Shape:
     """``side`` is the side length of the output."""
     down, across = (kernel, kernel) if isinstance(kernel, int) else kernel
-    return _shape(name, "conv", inputs * down * across + bias, outputs, side * side)
+    return _shape(name, "conv", inputs * down * across, outputs, side * side, bias, unit=down * across)
 
 
-def _shape(name: str, kind: str, a_dim: int, g_dim: int, positions: int) -> Shape:
-    factors = (FactorSpec("A", a_dim), FactorSpec("G", g_dim))
+def _shape(name: str, kind: str, inputs: int, g_dim: int, positions: int, bias: bool, unit: int = 1) -> Shape:
+    a_dim = inputs + bias
+    factors = (FactorSpec("A", a_dim, unit=unit, folds_bias=bias), FactorSpec("G", g_dim))
     return Shape(LayerSpec(name, kind, factors, a_dim * g_dim), positions)
 
 

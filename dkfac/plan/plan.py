@@ -59,8 +59,6 @@ class Plan:
     share: str = "gradients"
     rows: tuple[tuple[str, str, int], ...] = ()
     """Factors for which each rank sends at most this many rows instead of their sum, as ``(layer, key, rows)``."""
-    whole: bool = False
-    """During ``split_warmup``: factors are still decomposed whole instead of in pieces."""
     adaptive: bool = False
     """Whether each factor has its own interval, adapted to its change, which ranks exchange."""
 
@@ -134,7 +132,6 @@ class Plan:
             "moments": self.moments,
             "share": self.share,
             "rows": self.rows,
-            "whole": self.whole,
             "adaptive": self.adaptive,
             "layers": [asdict(layer) for layer in self.layers],
             "placements": placements,
@@ -170,7 +167,6 @@ class Plan:
             moments=body["moments"],
             share=body["share"],
             rows=tuple((name, key, number) for name, key, number in body["rows"]),
-            whole=body["whole"],
             adaptive=body.get("adaptive", False),
         )
 

@@ -151,7 +151,7 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         return Program(())
     everyone = tuple(range(plan.world_size))
     num_factors = sum(len(layer.factors) for layer in plan.layers)
-    blocks = sum(factor.num_blocks for layer in plan.layers for factor in layer.factors)
+    blocks = sum(factor.grad_blocks for layer in plan.layers for factor in layer.factors)
     traces = num_factors + len(plan.layers) * plan.moments if plan.wire_dtype == "float16" else 0
     spreads = num_factors if plan.adaptive else 0
     header = _small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + spreads + traces)
@@ -205,8 +205,11 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         for dtype in sorted({plan.wire_dtype or layer.dtype for layer, _ in items}):
             parts = [part for layer, part in items if (plan.wire_dtype or layer.dtype) == dtype]
             shared = tuple(part for part in parts if part.owner < 0)
-            if shared:
+            if shared and num_bytes(dtype) >= 4:
                 yield Transfer("factors", "all-reduce", everyone, dtype, shared, number)
+            elif shared:  # an all-reduce would add up in half precision
+                yield Transfer("factors", "reduce-scatter", everyone, dtype, shared, number)
+                yield Transfer("factors", "all-gather", everyone, dtype, shared, number)
             owned = tuple(sorted((part for part in parts if part.owner >= 0), key=lambda part: part.owner))
             if owned:
                 yield Transfer("factors", "reduce-scatter", everyone, dtype, owned, number)
@@ -239,7 +242,7 @@ def _decompositions(plan: Plan) -> Iterator[SharedPart]:
         for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
             if len(by) == 1 and receivers - set(by):
                 group = tuple(sorted(receivers | set(by)))
-                elements = factor.wire_elements(plan.solver, whole=plan.whole)
+                elements = factor.wire_elements(plan.solver)
                 yield group, layer.dtype, Part(layer.name, factor.key, elements, by[0])
 
 

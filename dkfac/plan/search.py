@@ -15,7 +15,7 @@ from dkfac.plan.plan import Plan, num_bytes
 from dkfac.plan.program import Program, expand
 from dkfac.plan.sharing import per_rank
 from dkfac.plan.simulate import Work, kinds_of, simulate
-from dkfac.plan.spec import LayerSpec, split
+from dkfac.plan.spec import LayerSpec, cut_layer, whole_key
 from dkfac.plan.strategies import FULL_STATISTICS
 from dkfac.plan.timeline import Timeline
 
@@ -43,7 +43,7 @@ class Candidate:
     def name(self) -> str:
         workers = "" if self.choices.worker_fraction is None else f" {self.choices.worker_fraction:.3g}"
         wire = "" if self.choices.wire_dtype is None else f", {self.choices.wire_dtype} wire"
-        pieces = "" if self.choices.split_dim is None else f", split at {self.choices.split_dim}"
+        pieces = "" if self.choices.block_dim is None else f", pieces of {self.choices.block_dim}"
         lag = f", lag {self.choices.inverse_lag}" if self.choices.inverse_lag else ""
         return f"{self.plan.strategy}{workers}{', overlap' if self.overlap else ''}{wire}{pieces}{lag}"
 
@@ -98,22 +98,24 @@ def search(
     *,
     memory_bytes: int | None = None,
     wire_dtypes: Sequence[str | None] = (None,),
-    split_dims: Sequence[int | None] = (None,),
+    block_dims: Sequence[int | None] = (None,),
     inverse_lags: Sequence[int] = (0,),
 ) -> list[Candidate]:
     """Return all candidates that fit into memory, fastest first; ties are ordered by memory, then by name.
 
-    ``split_dims`` for ``spec.split`` change results: they approximate. ``inverse_lags`` as in the settings use older
+    ``block_dims`` (``spec.cut_layer``) change results: they approximate. ``inverse_lags`` as in the settings use older
     decompositions, which are assumed to run on cores or GPU units that the steps leave idle.
     """
     found = []
-    for split_dim, lag in itertools.product(split_dims, inverse_lags):
-        pieces, chosen = split(layers, split_dim), replace(choices, split_dim=split_dim, inverse_lag=lag)
+    for block_dim, lag in itertools.product(block_dims, inverse_lags):
+        chosen = replace(choices, block_dim=block_dim, inverse_lag=lag)
+        pieces = [cut_layer(layer, block_dim) for layer in layers]
+        own_work = work if block_dim is None else _cut_work(work, layers, pieces)
         for own, overlap in candidates(chosen, world_size, wire_dtypes=wire_dtypes):
             if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
                 continue
-            plan = make_plan(pieces, world_size, own, cluster, work)
-            found.append(predict(plan, own, overlap, cluster, work))
+            plan = make_plan(pieces, world_size, own, cluster, own_work)
+            found.append(predict(plan, own, overlap, cluster, own_work))
     found.sort(key=lambda f: (round(f.seconds, 9), f.memory_bytes, f.name))
     budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
     if budget is None:
@@ -126,6 +128,19 @@ def search(
             f"least is {least.memory_bytes / 1e9:.3g} GB with {least.name}; more ranks, max_dim or skip= make it less"
         )
     return fitting
+
+
+def _cut_work(work: Work, layers: Sequence[LayerSpec], pieces: Sequence[LayerSpec]) -> Work:
+    """Return work in which each factor is measured in pieces: it is proportional to the elements of the factor."""
+    factors = {
+        (layer.name, factor.key): work.factors[layer.name, whole_key(factor.key)]
+        * factor.num_elements
+        / layer.factor(whole_key(factor.key)).num_elements
+        for layer, cut_layer in zip(layers, pieces, strict=True)
+        for factor in cut_layer.factors
+        if (layer.name, whole_key(factor.key)) in work.factors
+    }
+    return replace(work, factors=factors)
 
 
 def choose(layers: Sequence[LayerSpec], world_size: int, cluster: Cluster, choices: Choices, *, overlap: bool) -> Plan:

@@ -5,7 +5,6 @@ Input: dimensions of a layer. Output: shapes and numbers of elements. Owns: noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,18 +13,24 @@ from typing import Literal
 class FactorSpec:
     key: str
     """``A`` (inputs), ``G`` (output gradients) or ``F`` (norm layers); ``A_C`` and ``A_S`` (channels and positions of
-    the inputs) for a Linear layer on a flattened map, whose A is ``A_C (x) A_S / trace``."""
+    the inputs) for a Linear layer on a flattened map, whose A is ``A_C (x) A_S / trace``; ``A_rest`` and ``G_rest`` for
+    the last piece of a factor that is cut, if it is narrower than the others."""
     dim: int
     num_blocks: int = 1
     form: Literal["dense", "diagonal"] = "dense"
     pieces: int = 1
-    """Number of diagonal blocks in which it is decomposed; elements between the blocks are ignored."""
+    """Number of diagonal blocks in which each block of a whole factor is kept. They are counted in ``num_blocks``."""
+    unit: int = 1
+    """Number of features that are never separated: the taps of a convolution's kernel."""
+    folds_bias: bool = False
+    """Whether the last feature is the constant 1 of the bias."""
+    whole_dim: int = 0
+    """Dimension of the whole factor that this is a part of, with the bias; 0: it is not cut."""
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Sizes of the pieces, which differ by at most one."""
-        each, more = divmod(self.dim, self.pieces)
-        return tuple(each + (i < more) for i in range(self.pieces))
+    def grad_blocks(self) -> int:
+        """Number of blocks of the layer's gradient."""
+        return self.num_blocks // self.pieces
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,17 +56,9 @@ class FactorSpec:
         """Elements of a decomposition: eigenvectors and eigenvalues, or the latter if the basis is the identity."""
         return self.num_elements + (self.num_blocks * self.dim if self.form == "dense" else 0)
 
-    def wire_elements(self, solver: str, *, whole: bool = False) -> int:
-        """Elements of a decomposition in a transfer: triangles of an inverse's pieces, or eigenvectors and values.
-
-        ``whole``: it is in one piece.
-        """
-        if self.form == "diagonal":
-            return self.num_elements
-        widths = (self.dim,) if whole else self.widths
-        if solver == "cholesky":
-            return self.num_blocks * sum(width * (width + 1) // 2 for width in widths)
-        return self.num_blocks * sum(width * (width + 1) for width in widths)
+    def wire_elements(self, solver: str) -> int:
+        """Elements of a decomposition in a transfer: one triangle of an inverse, or eigenvectors and eigenvalues."""
+        return self.packed_elements if solver == "cholesky" else self.eigen_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,15 @@ class LayerSpec:
     def factor(self, key: str) -> FactorSpec:
         return next(factor for factor in self.factors if factor.key == key)
 
+    def side(self, key: str) -> tuple[FactorSpec, ...]:
+        """Return the factors that together are the whole factor ``key``: itself, and its rest if there is one."""
+        return tuple(factor for factor in self.factors if whole_key(factor.key) == key)
+
+    def first_feature(self, key: str) -> int:
+        """Return where the features of a factor begin among those of the whole factor that it is a part of."""
+        first = self.side(whole_key(key))[0]
+        return 0 if first.key == key else first.pieces * first.dim
+
     @property
     def has_moments(self) -> bool:
         """Whether EKFAC measures second moments of the layer."""
@@ -84,8 +90,10 @@ class LayerSpec:
     @property
     def grad_shape(self) -> tuple[int, int, int]:
         """Shape of the canonical gradient, ``[blocks, out, in]``."""
-        out = self.factors[-1]
-        return out.num_blocks, out.dim, self.grad_elements // (out.num_blocks * out.dim)
+        blocks, out = self.factors[-1].grad_blocks, 0
+        for factor in self.factors:
+            out += 0 if is_input(factor.key) else factor.pieces * factor.dim
+        return blocks, out, self.grad_elements // (blocks * out)
 
     @property
     def state_elements(self) -> int:
@@ -98,11 +106,41 @@ def is_input(key: str) -> bool:
     return key.startswith("A")
 
 
-def split(layers: Iterable[LayerSpec], dim: int | None) -> list[LayerSpec]:
-    """Return layers whose factors are decomposed in pieces of at most this size."""
-    return [replace(layer, factors=tuple(_split(f, dim) for f in layer.factors)) for layer in layers]
+def whole_key(key: str) -> str:
+    """Return the key of the whole factor that a factor is a part of."""
+    return key.removesuffix("_rest")
 
 
-def _split(factor: FactorSpec, dim: int | None) -> FactorSpec:
-    is_cut = dim is not None and factor.form == "dense"
-    return replace(factor, pieces=-(-factor.dim // dim) if is_cut and dim is not None else 1)
+CUT = ("A", "G")
+"""Factors that are kept in pieces if they are wide. ``F`` has small blocks; ``A_C`` and ``A_S`` already replace A."""
+
+
+def cut_layer(layer: LayerSpec, block_dim: int | None) -> LayerSpec:
+    """Return a layer of whole factors with pieces of at most ``block_dim`` features instead; None: unchanged."""
+    if block_dim is None:
+        return layer
+    return replace(layer, factors=tuple(part for factor in layer.factors for part in _cut(factor, block_dim)))
+
+
+def _cut(factor: FactorSpec, block_dim: int) -> tuple[FactorSpec, ...]:
+    if factor.key not in CUT or factor.form != "dense" or factor.dim <= block_dim:
+        return (factor,)
+    dim = factor.dim - factor.folds_bias  # the bias is a piece of its own, whose A is the number 1
+    unit = factor.unit if factor.unit <= block_dim else 1
+    width, pieces, rest = equal_pieces(dim // unit, block_dim // unit)
+    last = replace(factor, key=f"{factor.key}_rest", dim=rest * unit, unit=unit, folds_bias=False, whole_dim=factor.dim)
+    equal = replace(last, key=factor.key, dim=width * unit, num_blocks=pieces * factor.num_blocks, pieces=pieces)
+    return (equal, last) if rest else (equal,)
+
+
+def equal_pieces(number: int, most: int) -> tuple[int, int, int]:
+    """Return the width and the number of equal pieces of at most ``most``, and the width of a narrower rest, or 0.
+
+    The pieces are a divisor of ``number`` where one exists between the smallest possible number of pieces and twice it.
+    """
+    fewest = -(-number // most)
+    for pieces in range(fewest, 2 * fewest):
+        if number % pieces == 0:
+            return number // pieces, pieces, 0
+    width = -(-number // fewest)
+    return width, number // width, number % width

@@ -20,7 +20,7 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Eigen
-from dkfac.ops.precondition import rotate, spectrum
+from dkfac.ops.precondition import rotate, spectrum, swapped
 
 
 def check_optimizer(optimizer: Any, layers: Iterable[Layer], curvature: str) -> None:
@@ -112,13 +112,13 @@ def bases(stack: Stack, states: dict[str, LayerState]) -> dict[str, Eigen]:
     found = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
     if len(found) < len(joined):
         return {}  # use the basis of the weights
-    return {"A": found["G"], "G": found["A"]} if found and stack.transposed else found
+    return swapped(found) if stack.transposed else found
 
 
 def held_back(update: Tensor, bases: dict[str, Eigen], limits: Tensor) -> Tensor:
     """Return the factors ``[n]`` by which to multiply updates ``[n * B, O, I]`` in the eigenbasis so that the curvature
     along each layer's update, ``u^T (A x G) u``, is at most its limit ``[n]``."""
-    change = (update.square() * spectrum(bases, update.shape[-1])).sum((-2, -1)).view(len(limits), -1).sum(1)
+    change = (update.square() * spectrum(bases, update.shape)).sum((-2, -1)).view(len(limits), -1).sum(1)
     factor = (limits / change.clamp(min=torch.finfo(change.dtype).tiny)).sqrt().clamp(max=1.0)
     return factor.nan_to_num(1.0)  # a non-finite update is not applied, whatever its factor
 

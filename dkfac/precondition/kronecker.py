@@ -22,7 +22,7 @@ def kronecker_updates(stack: Stack, states: dict[str, LayerState], grads: Tensor
     joined = stack.decompositions(states)
     assert joined is not None
     if stack.transposed:
-        joined = {"A": joined["G"], "G": joined["A"]}
+        joined = ops.swapped(joined)
     bases = {key: d for key, d in joined.items() if isinstance(d, Eigen)}
     if bases:
         damping = stack_damping(stack, states, context.settings, context.step)
@@ -39,7 +39,7 @@ def kronecker_update(layer: Layer, state: LayerState, grad: Tensor, context: Ste
         moments = None
         if state.moments is not None and settings.measures_moments:
             measured = state.moments.weight > 0
-            moments = torch.where(measured, state.moments.mean(), ops.spectrum(basis))
+            moments = torch.where(measured, state.moments.mean(), ops.spectrum(basis, layer.spec.grad_shape))
         return ops.precondition_eigen(grad, basis, damping=damping, moments=moments)
     inverses = {key: d for key, d in state.decompositions.items() if isinstance(d, Inverse)}
     if len(inverses) < len(state.decompositions):

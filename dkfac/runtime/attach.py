@@ -124,9 +124,7 @@ def _agree(
         plan = make_plan(specs, own.world_size, choices)
     else:
         plan = choose(specs, own.world_size, cluster, choices, overlap=settings.experimental.overlap)
-    plan = replace(
-        plan, whole=settings.experimental.split_warmup > 0, adaptive=settings.experimental.staleness != "fixed"
-    )
+    plan = replace(plan, adaptive=settings.experimental.staleness != "fixed")
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return Transport(plan, own, device).open()
 

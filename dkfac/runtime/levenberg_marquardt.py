@@ -140,7 +140,7 @@ def _curvature(ranks: RankPlan, states: dict[str, LayerState], moves: dict[int, 
         if not any(id(p) in moves for p in layer.parameters()):
             continue
         move = rotate(_canonical(layer, moves), basis)
-        total = total + (move.square() * spectrum(basis, move.shape[-1])).sum().double()
+        total = total + (move.square() * spectrum(basis, move.shape)).sum().double()
     return total
 
 

@@ -86,7 +86,6 @@ class Refresher:
                 report.add(done)
         if not due and not (context.measures and new):
             return report
-        ranks = self._replanner.end_warmup(ranks, context)
         means = refresh_sync.agree_on_means(ranks, states, self._transport, context)
         if context.measures:
             self._replanner.judge_calls(ranks)
@@ -146,7 +145,6 @@ class Refresher:
         if not ready:
             return RefreshReport()
         changes = vector(staleness.changes(ranks, states, ready), ranks.layers[0].weight.device)
-        ranks = self._replanner.end_warmup(ranks, context)
         told = self._transport.sum_vector("changes", changes).tolist()
         self._replanner.judge_calls(ranks)
         means = refresh_sync.agree_on_means(ranks, states, self._transport, context)
@@ -201,7 +199,7 @@ class Refresher:
         """Agree on the outcomes, share the results and start using them. ``since`` is the step of the factors."""
         settings, report = self._settings, RefreshReport()
         outcomes = refresh_sync.agree_on_outcomes(ranks, states, self._transport, due, found, error, only)
-        results = refresh_sync.share_decompositions(settings, self._transport, due, found, outcomes, since, only)
+        results = refresh_sync.share_decompositions(settings, self._transport, due, found, outcomes, only)
         for layer in due:
             state = states[layer.name]
             layer_factors.adopt(layer, state, outcomes[layer.name], results[layer.name], settings, since)

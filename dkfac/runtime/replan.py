@@ -11,7 +11,6 @@ from dataclasses import replace
 from dkfac.capture.collector import Collector
 from dkfac.capture.statistics import BatchStatistics
 from dkfac.comm.transport import Transport
-from dkfac.config.step_context import StepContext
 from dkfac.experimental.overlap import Overlap
 from dkfac.factors import reduce
 from dkfac.layers.rank_plan import RankPlan
@@ -33,12 +32,6 @@ class Replanner:
     def see_counts(self, counts: reduce.Counts) -> None:
         """Record what all ranks counted in a step."""
         self._counts = counts
-
-    def end_warmup(self, ranks: RankPlan, context: StepContext) -> RankPlan:
-        """From the end of ``split_warmup`` on, send decompositions in pieces."""
-        if ranks.plan.whole and context.step >= context.settings.experimental.split_warmup:
-            return self._follow(ranks, replace(ranks.plan, whole=False))
-        return ranks
 
     def judge_calls(self, ranks: RankPlan) -> None:
         """Act on how often all ranks together called each layer: warn, give up moments, choose layers to overlap.

@@ -23,6 +23,7 @@ from dkfac.plan.plan import Holding
 from dkfac.plan.spec import FactorSpec
 
 STATE_VERSION = 2
+EIGEN_FORM = "eigen"
 DEVICE_COUNTERS = ("skipped_batches", "clipped_steps", "clip_factor", "grad_norm", "update_norm")
 
 
@@ -69,7 +70,7 @@ def _save_begun(state: LayerState | None, layer: Layer, holding: Holding) -> dic
     blank: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.dtype}
     held = [factor for factor in layer.spec.factors if factor.key in holding.running]
     running, means = ({}, {}) if state is None else (state.running, state.means)
-    zeros = {f.key: torch.zeros(f.num_blocks, **blank) for f in layer.spec.factors}
+    zeros = {f.key: torch.zeros(f.grad_blocks, **blank) for f in layer.spec.factors}
     return {
         "running": {f.key: _save_average(running.get(f.key), f.shape, blank) for f in held},
         "means": {key: t.clone() for key, t in (zeros | means).items()},
@@ -98,7 +99,7 @@ def _save_layer(state: LayerState, layer: Layer, holding: Holding, decomposition
         for f in factors
         if f.key in holding.decompositions
     }
-    zeros = {f.key: torch.zeros(f.num_blocks, **blank) for f in factors}
+    zeros = {f.key: torch.zeros(f.grad_blocks, **blank) for f in factors}
     saved["means"] = {key: t.clone() for key, t in (zeros | state.means).items()}
     saved["decomposed_at"] = state.decomposed_at
     saved["decomposed"] = ",".join(f.key for f in factors if f.key in state.decomposed)
@@ -119,7 +120,7 @@ def _save_decomposition(found: Decomposition | None, factor: FactorSpec, blank: 
     matrix: Tensor | None = None
     match found:
         case Eigen(vectors, values):
-            form, matrix, row = "eigen", vectors, values
+            form, matrix, row = EIGEN_FORM, vectors, values
         case Inverse(inverse) if factor.form == "diagonal":
             form, row = "inverse", inverse
         case Inverse(inverse):

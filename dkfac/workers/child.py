@@ -20,7 +20,7 @@ from dkfac.capture.hooks import CaptureContext
 from dkfac.config.settings import Settings
 from dkfac.decompose import layer_factors
 from dkfac.decompose.refresh_sync import pack_decomposition
-from dkfac.factors.layer_state import Average, LayerState
+from dkfac.factors.layer_state import Average, LayerState, whole_means
 from dkfac.factors.reduce import finish_alone
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.layers.layer import Layer
@@ -146,7 +146,7 @@ class Inverses:
         return result
 
     def _decompose(self, layer: Layer, state: LayerState, step: int) -> tuple[Any, Any, Any]:
-        state.means = layer_factors.live_means(layer, state)
+        state.means = whole_means(layer_factors.live_means(layer, state))
         found = layer_factors.decompose(layer, state, list(state.running), self.settings, step)
         outcomes = {key: outcome for key, (_, outcome) in found.items()}
         flats = {}

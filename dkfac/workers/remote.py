@@ -158,8 +158,8 @@ def _adopt(
         key = factor.key
         if outcomes[key] in ("kept", "raw"):
             continue
-        size = factor.wire_elements(settings.solver, whole=True)
-        flat = torch.zeros(size + factor.num_blocks, dtype=layer.dtype, device=layer.weight.device)
+        size = factor.wire_elements(settings.solver)
+        flat = torch.zeros(size + factor.grad_blocks, dtype=layer.dtype, device=layer.weight.device)
         if result is not None:
             _, flats, means = result
             flat = torch.cat([flats[key].reshape(-1), means[key].reshape(-1)]).to(flat)

@@ -144,7 +144,7 @@ OPTIONS = {
     "spread_refresh": (7,), "damping": (0.1, lambda step: 0.1), "damping_mode": ("relative",), "inverse_lag": (4,),
     "inverse_backend": ("stream", "threads"), "staleness": ("change", "basis"), "fisher_loss": ("mse",),
     "fisher": ("sampled", "exact"), "overlap": (True,), "share": ("weights",), "wire_form": ("rows",),
-    "split_dim": (4,), "split_warmup": (3,), "flattened": ("off", {"3": 5}), "basis_dtype": ("bfloat16",),
+    "block_dim": (4, None), "flattened": ("off", {"3": 5}), "basis_dtype": ("bfloat16",),
     "statistics_fraction": (0.5,), "weight_sharing": ("reduce",), "strategy": ("sharded", "local"),
 }  # fmt: skip
 

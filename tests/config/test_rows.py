@@ -78,9 +78,7 @@ EXAMPLES = [
     {"inverse_backend": "threads"},
     {"inverse_lag": 101},
     {"inverse_lag": 3, "spread_refresh": 2},
-    {"inverse_lag": 3, "split_dim": 4, "split_warmup": 2},
     {"inverse_lag": 3, "inverse_backend": "stream", "tf32": True},
-    {"split_warmup": 3},
     {"staleness": "change", "overlap": True},
     {"staleness": "change", "wire_form": "rows"},
     {"staleness": "change", "strategy": "local"},
@@ -89,7 +87,6 @@ EXAMPLES = [
     {"staleness": "change", "cuda_graph": True},
     {"staleness": "change", "curvature": "ekfac"},
     {"staleness": "basis", "solver": "cholesky"},
-    {"staleness": "basis", "split_dim": 4},
     {"staleness_threshold": 0.5},
     {"staleness_min_rows": 10},
     {"max_interval": 10},
@@ -125,5 +122,5 @@ def test_what_needs_an_optimizer_or_no_roles_is_refused_by_the_same_table():
     with pytest.raises(ValueError, match=r"use KFAC\(model, optimizer\)"):
         restrictions.check_combinations(dkfac.Settings(share="weights"), "without an optimizer")
     with pytest.raises(ValueError, match="roles go with"):
-        restrictions.check_combinations(dkfac.Settings(split_dim=4), "with roles")
+        restrictions.check_combinations(dkfac.Settings(spread_refresh=2), "with roles")
     restrictions.check_combinations(dkfac.Settings(), "with roles")

@@ -49,13 +49,13 @@ def off_diagonal(factor, vectors):
 
 
 @pytest.mark.parametrize("together", [batched_solve.SOLVE_BYTES, 1])
-@pytest.mark.parametrize(("split_dim", "others"), [(None, [7, 97]), (48, [7])])
+@pytest.mark.parametrize(("block_dim", "others"), [(None, [7, 97]), (48, [7])])
 def test_bases_are_near_the_eigenvectors_and_eigh_is_asked_for_other_sizes_alone(
-    decompositions, monkeypatch, split_dim, others, together
+    decompositions, monkeypatch, block_dim, others, together
 ):
     """Factors of 41 and 96, 97 and 50, 51 and 7, or pieces of at most 48 of them."""
     monkeypatch.setattr(batched_solve, "SOLVE_BYTES", together)
-    kfac, _ = train(split_dim=split_dim)
+    kfac, _ = train(block_dim=block_dim)
     assert sorted(decompositions) == others
     for name, key in (("0", "A"), ("0", "G"), ("2", "A"), ("2", "G"), ("4", "A")):
         state = kfac._engine.states[name]
@@ -126,7 +126,7 @@ def test_large_factors_without_rank_become_orthonormal(size, rows, rectified):
     x = torch.randn(rows, size)
     x = torch.relu(x) if rectified else x
     factor = (x.mT @ x / rows)[None]
-    job = (factor, decompose.Eigen(torch.eye(size)[None], factor[0].diagonal()[None]), torch.zeros(1), ())
+    job = (factor, decompose.Eigen(torch.eye(size)[None], factor[0].diagonal()[None]), torch.zeros(1))
     ((_, sound),) = renewed([job], times=initial_basis.ITERATIONS)
     assert sound.all()
 
@@ -161,12 +161,12 @@ def test_what_does_not_become_orthonormal_is_decomposed(decompositions, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("split_dim", [None, 400])
-def test_on_a_gpu_bases_are_near_the_eigenvectors(split_dim):
+@pytest.mark.parametrize("block_dim", [None, 400])
+def test_on_a_gpu_bases_are_near_the_eigenvectors(block_dim):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 700), nn.GELU(), nn.Linear(700, 300), nn.GELU(), nn.Linear(300, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    kfac = KFAC(model, optimizer, announce=False, split_dim=split_dim)
+    kfac = KFAC(model, optimizer, announce=False, block_dim=block_dim)
     x = torch.randn(2000, 200, device="cuda") * torch.logspace(0, -2, 200, device="cuda")
     F.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
     optimizer.step()
@@ -180,9 +180,7 @@ def test_of_padded_factors_without_rank_no_direction_is_lost():
     torch.manual_seed(0)
     rows = [torch.randn(1, 5, size) for size in (32, 33, 31) * 4]
     factors = [row.mT @ row for row in rows]
-    jobs = [
-        (f, decompose.Eigen(torch.eye(len(f[0]))[None], f[0].diagonal()[None]), torch.zeros(1), ()) for f in factors
-    ]
+    jobs = [(f, decompose.Eigen(torch.eye(len(f[0]))[None], f[0].diagonal()[None]), torch.zeros(1)) for f in factors]
     for factor, (found, sound) in zip(factors, renewed(jobs, times=8), strict=True):
         assert sound.all()
         assert decompose.is_orthonormal(found.vectors)

@@ -241,7 +241,6 @@ def test_refused():
         {"cuda_graph": True, "rescale": "norm"},
         {"curvature": "ekfac"},
         {"staleness": "basis", "solver": "cholesky"},
-        {"staleness": "basis", "split_dim": 8},
     ):
         with pytest.raises(ValueError, match=r'staleness="(change|basis)" does not go with .*: leave one of them out'):
             start(**other)

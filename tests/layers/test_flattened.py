@@ -187,8 +187,8 @@ def test_the_first_linear_of_vgg16_has_an_input_factor_of_a_megabyte():
 
     layers, left = find_layers(model, Settings(), None, meta=True)
     (wide,) = [layer for layer in layers if layer.kind == "linear-map"]
-    sizes = {factor.key: factor.dim for factor in wide.spec.factors}
-    assert sizes == {"A_C": 512, "A_S": 49, "G": 4096}
+    sizes = {factor.key: (factor.num_blocks, factor.dim) for factor in wide.spec.factors}
+    assert sizes == {"A_C": (1, 512), "A_S": (1, 49), "G": (16, 256)}
     assert sum(4 * f.num_elements for f in wide.spec.factors if f.key != "G") < 20e6
     assert 4 * 25089**2 > 2.5e9
     layers, left = find_layers(model, Settings(flattened="off"), None, meta=True)

@@ -13,7 +13,10 @@ from helpers_training import attach, backward, build
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dkfac.comm import collectives
-from dkfac.plan.program import NUM_SCHEDULES
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.program import NUM_SCHEDULES, expand
+from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.strategies import STRATEGIES
 
 WIRED = {"all-reduce": "all_reduce", "all-gather": "all_gather"}
 WIRED |= dict.fromkeys(("reduce-scatter", "collect", "deal"), "all_to_all")
@@ -207,3 +210,21 @@ def test_at_1024_ranks_each_rank_runs_its_part_of_one_program(options, monkeypat
         for step, (wanted, called) in enumerate(steps):
             assert Counter(called) == Counter(wanted), f"rank {rank}, step {step}"
     assert all(program == programs[0] for program in programs)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("moments", [True, False])
+@pytest.mark.parametrize("replicate_factors", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_collective_adds_up_in_half_precision(strategy, replicate_factors, moments, wire_dtype):
+    """``reduce_scatter`` exchanges half-precision chunks and adds them up in float32."""
+    layers = [
+        LayerSpec(f"{i}", "linear", (FactorSpec("A", 9), FactorSpec("G", dim)), 9 * dim)
+        for i, dim in enumerate((3, 70))
+    ]
+    choices = Choices(
+        strategy=strategy, replicate_factors=replicate_factors, moments=moments, wire_dtype=wire_dtype, fusion="optimal"
+    )
+    program = expand(make_plan(layers, 4, choices))
+    assert program.stage("factors") or strategy == "local"
+    assert all(t.how != "all-reduce" or t.dtype == "float64" for t in program.transfers)

@@ -224,16 +224,16 @@ def test_a_cluster_file_that_is_not_there_is_refused_before_anything_is_hooked()
     assert not model[0]._forward_hooks
 
 
-def test_splitting_is_offered_and_wins_where_one_factor_bounds_every_placement():
+def test_pieces_are_offered_and_win_where_one_factor_bounds_every_placement():
     shapes = list(MODELS["resnet50"]())
     layers = [shape.spec for shape in shapes]
     cluster = preset.load_cluster("spd-kfac-64")
     work = work_of(shapes, 32, cluster.costs)
     choices = Choices(solver="cholesky", factor_interval=1, inverse_interval=1)
-    found = search(layers, 64, cluster, work, choices, split_dims=(None, 2304))
-    assert found[0].choices.split_dim == 2304
-    assert "split at 2304" in found[0].name
-    whole = next(one for one in found if one.choices.split_dim is None)
+    found = search(layers, 64, cluster, work, choices, block_dims=(None, 2304))
+    assert found[0].choices.block_dim == 2304
+    assert "pieces of 2304" in found[0].name
+    whole = next(one for one in found if one.choices.block_dim is None)
     assert whole.seconds > found[0].seconds
 
 

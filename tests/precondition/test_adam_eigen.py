@@ -1112,7 +1112,7 @@ USUAL = ("eigen", 10, 100, 1.3, 0.95)
     [
         (torch.optim.AdamW, {}, ADAMS),
         (torch.optim.AdamW, {"curvature": "adam-eigen"}, ADAMS),
-        (torch.optim.Adam, {"solver": "warm-eigen", "split_dim": 3}, ADAMS),
+        (torch.optim.Adam, {"solver": "warm-eigen", "block_dim": 3}, ADAMS),
         (torch.optim.AdamW, {"solver": "eigen"}, USUAL),
         (torch.optim.AdamW, {"curvature": "kfac"}, USUAL),
         (torch.optim.AdamW, {"rescale": "norm"}, USUAL),

@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
     add("--solver", default="eigen", choices=get_args(Solver))
     add("--wire-dtype", choices=get_args(WireDtype), help="try this precision of what travels too")
     add(
-        "--split-dim",
+        "--block-dim",
         type=int,
         action="append",
         default=[],
@@ -72,8 +72,8 @@ def run(given: argparse.Namespace) -> int:
     budget = None if given.memory is None else num_bytes(given.memory)
     if any(not 0 < lag <= given.inverse_interval for lag in given.inverse_lag):
         raise ValueError("--inverse-lag is 1 or more, and not more than --inverse-interval")
-    if any(dim < 1 for dim in given.split_dim):
-        raise ValueError(f"--split-dim {min(given.split_dim)} is not the size of a matrix, 1 or more")
+    if any(dim < 1 for dim in given.block_dim):
+        raise ValueError(f"--block-dim {min(given.block_dim)} is not the size of a matrix, 1 or more")
     found = search(
         layers,
         given.ranks,
@@ -82,7 +82,7 @@ def run(given: argparse.Namespace) -> int:
         choices,
         memory_bytes=budget,
         wire_dtypes=wires,
-        split_dims=(None, *given.split_dim),
+        block_dims=(None, *given.block_dim),
         inverse_lags=(0, *given.inverse_lag),
     )
     print(table(found[: given.top], given, cluster, batch))
@@ -211,13 +211,13 @@ def advice(found: list[Candidate], cluster: Cluster, ranks: int) -> str:
     settings += [] if choices.worker_fraction is None else [f"worker_fraction={choices.worker_fraction:g}"]
     settings += ["experimental={'overlap': True}"] if best.overlap else []
     settings += [] if choices.wire_dtype is None else [f"wire_dtype={choices.wire_dtype!r}"]
-    settings += [] if choices.split_dim is None else [f"split_dim={choices.split_dim}"]
+    settings += [] if choices.block_dim is None else [f"block_dim={choices.block_dim}"]
     settings += [f"inverse_lag={choices.inverse_lag}"] if choices.inverse_lag else []
     lines = [f"recommended: dkfac.KFAC(model, optimizer, {', '.join(settings)})"]
-    exact = next((f for f in found if f.choices.split_dim is None and not f.choices.inverse_lag), None)
+    exact = next((f for f in found if f.choices.block_dim is None and not f.choices.inverse_lag), None)
     if exact is not None and exact is not best:
         more = 1e3 * (exact.seconds - best.seconds)
-        lines.append(f"split_dim and inverse_lag change results; without them, {exact.name} takes {more:.1f} ms more")
+        lines.append(f"block_dim and inverse_lag change results; without them, {exact.name} takes {more:.1f} ms more")
     timeline = best.steps[0][2]
     busy, network = timeline.busy(0), timeline.network(0)
     stages = [f"{stage} {1e3 * value:.1f}" for stage, value in sorted(busy.items(), key=lambda item: -item[1])]

@@ -130,7 +130,7 @@ def _work(factor: FactorSpec) -> float:
     """Return the work of a decomposition, in dimensions cubed; a diagonal one is nothing to speak of."""
     if factor.form == "diagonal":
         return 0.0
-    return float(factor.num_blocks * sum(width**3 for width in factor.widths))
+    return float(factor.num_blocks * factor.dim**3)
 
 
 def _work_of(plan: Plan, rank: int) -> float:
@@ -145,7 +145,7 @@ def _work_of(plan: Plan, rank: int) -> float:
 def _size(factor: FactorSpec) -> str:
     blocks = f"{factor.num_blocks} of " if factor.num_blocks > 1 else ""
     shape = f"{factor.dim} × {factor.dim}" if factor.form == "dense" else f"diagonal of {factor.dim}"
-    return f"{blocks}{shape}{f' in {factor.pieces} pieces' if factor.pieces > 1 else ''}"
+    return f"{blocks}{shape}"
 
 
 def _sizes(layer: LayerSpec) -> str:
