@@ -21,9 +21,9 @@ def measured(channels: int, positions: int, out: int, flattened: bool, batch: in
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(channels * positions, out))
     x, y = torch.randn(batch, channels * positions), torch.randint(out, (batch,))
-    maps = {"0": channels} if flattened else "off"
+    maps = {"experimental": {"flattened": {"0": channels}}} if flattened else {"flattened": "off"}
     options = {"warmup_refresh": None, "factor_interval": 1, "inverse_interval": 1, "announce": False, "max_dim": 10**6}
-    with dkfac.KFAC(model, flattened=maps, **options) as kfac:
+    with dkfac.KFAC(model, **maps, **options) as kfac:
         begin = time.perf_counter()
         for _ in range(2):
             model.zero_grad()
@@ -61,9 +61,9 @@ def directions() -> dict:
         optimizer.step()
     batches = list(digits.batches(data, digits.Recipe(epochs=1, seed=5)))
     grads = {}
-    for name, maps in (("one", "off"), ("two", {"6": 32})):
+    for name, maps in (("one", {"flattened": "off"}), ("two", {"experimental": {"flattened": {"6": 32}}})):
         options = {"warmup_refresh": None, "factor_interval": 1, "inverse_interval": len(batches), "rescale": "none"}
-        with dkfac.KFAC(model, flattened=maps, announce=False, damping=1e-3, **options) as kfac:
+        with dkfac.KFAC(model, **maps, announce=False, damping=1e-3, **options) as kfac:
             for step in range(len(batches) + 1):
                 x, y = batches[step % len(batches)]
                 model.zero_grad()

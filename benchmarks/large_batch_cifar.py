@@ -21,6 +21,7 @@ from environment import write
 from machine import Machine, known_runs
 
 import dkfac
+from dkfac.config.experimental import EXPERIMENTAL_NAMES
 from dkfac.layers.find import find_layers
 from dkfac.tools.recipes.resnet import cifar_resnet
 
@@ -47,12 +48,19 @@ def kfac_of(batch: int, **more) -> dict:
     }
 
 
+def settings_of(options: dict) -> dkfac.Settings:
+    """Return settings, the same on every device. Experimental ones stand in the options by name, as in the committed
+    runs, so that a study that goes on knows those again."""
+    extra = {name: value for name, value in options.items() if name in EXPERIMENTAL_NAMES}
+    kept = {name: value for name, value in options.items() if name not in extra}
+    return dkfac.Settings(announce=False, experimental=extra, **kept)
+
+
 def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
     generator, data, held, used = cifar.begin(config, data, device)
     model = cifar_resnet(20).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
-    settings = dkfac.Settings(announce=False, **(config["kfac"] or {}))  # the same on every device
-    kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, settings=settings)
+    kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, settings=settings_of(config["kfac"]))
     total = round(config["epochs"] * len(used) / config["batch"])
     warm = max(1, total // 5)
     schedule = torch.optim.lr_scheduler.LambdaLR(

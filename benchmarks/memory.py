@@ -28,14 +28,14 @@ def figures(model: torch.nn.Module, skip: list[str]) -> dict:
     every = sum(p.numel() for p in model.parameters())
     for name, options in {
         "adam-eigen": {"curvature": "adam-eigen"},
-        "adam-eigen, bases in bfloat16": {"curvature": "adam-eigen", "basis_dtype": "bfloat16"},
+        "adam-eigen, bases in bfloat16": {"curvature": "adam-eigen", "experimental": {"basis_dtype": "bfloat16"}},
         "cholesky": {"solver": "cholesky"},
     }.items():
         with dkfac.KFAC(model, optimizer, skip=skip, announce=False, **options) as kfac:
             factors = [factor for layer in kfac.layers for factor in layer.spec.factors]
             square = sum(factor.num_elements for factor in factors)
             values = sum(factor.eigen_elements - factor.num_elements for factor in factors if factor.form == "dense")
-            each = 2 if "basis_dtype" in options else FLOAT
+            each = 2 if kfac.settings.experimental.basis_dtype == "bfloat16" else FLOAT
             entry = {"running": FLOAT * square, "decompositions": each * square}
             if "curvature" in options:
                 entry["decompositions"] += FLOAT * values

@@ -24,12 +24,17 @@ FORMS = ("off", "diagonal", "unit", "full")
 OPTIONS = {"announce": False, "damping": 1e-3}
 
 
+def of_form(form: str) -> dict:
+    """Return the options that choose a form: those of all channels together are experimental."""
+    return {"experimental": {"norm_form": form}} if form in ("diagonal", "full") else {"norm_form": form}
+
+
 def memory() -> dict:
     found = {}
     with torch.device("meta"):
         model = resnet(50)
     for form in FORMS:
-        layers, _ = find_layers(model, Settings(norm_form=form), None, meta=True)
+        layers, _ = find_layers(model, Settings(**of_form(form)), None, meta=True)
         norms = [layer for layer in layers if layer.is_norm]
         found[form] = {"layers": len(norms), "bytes": 4 * sum(layer.spec.state_elements for layer in norms)}
         print(f"ResNet-50 {form}: {len(norms)} norm layers, {found[form]['bytes'] / 1e6:.2f} MB")
@@ -46,7 +51,7 @@ def times(rounds: int, batch: int) -> dict:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if form != "sgd":
             rhythm = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None, "solver": "cholesky"}
-            dkfac.KFAC(model, optimizer, norm_form=form, **OPTIONS, **rhythm)
+            dkfac.KFAC(model, optimizer, **of_form(form), **OPTIONS, **rhythm)
         runs[form] = model, optimizer
     found: dict[str, list[float]] = {form: [] for form in runs}
     for _ in range(rounds + 1):
@@ -66,7 +71,7 @@ def effect(seeds: int) -> dict:
     for lr in (digits.Recipe().lr, 3 * digits.Recipe().lr):
         for form in FORMS:
             runs = [
-                digits.train(data, digits.Recipe(seed=seed, epochs=5, lr=lr), {"norm_form": form, **OPTIONS})[-1]
+                digits.train(data, digits.Recipe(seed=seed, epochs=5, lr=lr), of_form(form) | OPTIONS)[-1]
                 for seed in range(seeds)
             ]
             found[f"{form} lr {lr:g}"] = [dataclasses.asdict(run) for run in runs]

@@ -7,6 +7,7 @@ import tomllib
 import types
 from pathlib import Path
 
+import conftest
 import pytest
 
 import dkfac
@@ -211,6 +212,22 @@ def test_the_plan_code_uses_nothing_but_the_standard_library():
 def test_files_are_of_readable_length():
     long = {str(path.relative_to(PACKAGE)): n for path in FILES if (n := len(path.read_text().splitlines())) > 350}
     assert long == {}
+
+
+def test_the_quick_tier_has_tests_of_every_package():
+    """``./run test --quick`` promises it; ``conftest.py`` says what is left out and what of that is kept."""
+    kept, found, absent = {name.partition("[")[0] for name in conftest.KEPT}, set(), []
+    for init in sorted(PACKAGE.glob("*/__init__.py")):
+        package, quick = init.parent.name, False
+        for path in (conftest.HERE / package).glob("test_*.py"):
+            own = kept & {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+            found |= own
+            quick = quick or bool(own) or f"{package}/{path.stem}" not in conftest.LONG
+        if not quick:
+            absent.append(package)
+    assert absent == []
+    golden = ast.parse((conftest.HERE / "golden" / "test_golden.py").read_text()).body
+    assert kept == found | (kept & {node.name for node in golden if isinstance(node, ast.FunctionDef)})
 
 
 if __name__ == "__main__":
