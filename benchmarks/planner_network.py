@@ -109,7 +109,8 @@ def run_rank(args: argparse.Namespace) -> None:
             rows.setdefault(config, {})["measured"] = statistics.median(blocks)
             rows[config] |= {"blocks": blocks, "stages_rank_0": stages[0]}
             if config in args.record.split(","):
-                with Recorder(runner.kfac, runner.model, runner.optimizer) as recorder:
+                kfac = runner.kfac.instruments()
+                with Recorder(kfac.timer, kfac.transport.gather, runner.model, runner.optimizer) as recorder:
                     runner.block(batches, 1)  # which refreshes
                 for recorded in recorder.timelines():
                     rows[config]["measured_spans"] = [dataclasses.astuple(span) for span in recorded.spans]

@@ -24,6 +24,10 @@ class Place:
     world_size: int
     device: torch.device
 
+    @property
+    def is_alone(self) -> bool:
+        return self.world_size == 1
+
 
 def init(backend: str | None = None, *, timeout_seconds: float | None = None) -> Place:
     """Initialize the default process group, and return this process's rank, world size and device.
@@ -46,12 +50,11 @@ def init(backend: str | None = None, *, timeout_seconds: float | None = None) ->
         return Place(0, 1, device)
     if missing:
         raise RuntimeError(f"the environment lacks {', '.join(missing)}: start the script with torchrun")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = timeout or datetime.timedelta(minutes=5)
-    store = dist.TCPStore(address, port, world_size, rank == 0 and not agent_has_store, patience)  # type: ignore[attr-defined]
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, rank == 0 and not agent_has_store, patience)  # type: ignore[attr-defined]
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
@@ -91,7 +94,7 @@ def end() -> None:
 def gather(numbers: list[float], device: torch.device) -> list[list[float]]:
     """Return every rank's numbers, the same count on each, on every rank; without a process group, only this rank's.
     Collective, and synchronizes with the device."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return [list(numbers)]
     own = torch.tensor(numbers, dtype=torch.float64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -101,16 +104,15 @@ def gather(numbers: list[float], device: torch.device) -> list[list[float]]:
 
 def from_first(text: str, place: Place) -> str:
     """Return rank 0's text on every rank. Collective."""
-    if place.world_size == 1:
-        return text
     found = [text]
-    dist.broadcast_object_list(found, src=0, device=place.device)
+    if not place.is_alone:
+        dist.broadcast_object_list(found, src=0, device=place.device)
     return found[0]
 
 
 def broadcast(tensors: Iterable[torch.Tensor], place: Place) -> None:
     """Copy rank 0's values to all ranks, in place. Collective."""
-    for tensor in tensors if place.world_size > 1 else ():
+    for tensor in () if place.is_alone else tensors:
         dist.broadcast(tensor, src=0)
 
 

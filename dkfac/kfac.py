@@ -23,10 +23,10 @@ from dkfac.config.settings import Settings
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.plan.plan import Plan
 from dkfac.precondition import adam_eigen, trust_region
-from dkfac.runtime import attach, levenberg_marquardt, quadratic, report, training_loop
+from dkfac.runtime import attach, levenberg_marquardt, optimizer_hooks, quadratic, report
 from dkfac.runtime.engine import Engine
 from dkfac.runtime.notices import Notices
-from dkfac.runtime.optimizer_hooks import OptimizerHooks
+from dkfac.runtime.report import Instruments
 from dkfac.state import checkpoint, optimizer_state, restore, whole_factors
 from dkfac.workers.remote import Remote
 
@@ -60,14 +60,10 @@ class KFAC:
     ) -> None:
         """Find the layers, register hooks on them and the optimizer, and print a one-line summary. Collective."""
         attach.check_arguments(model, optimizer, grad_scaler)
-        self._process_group = process_group = attach.choose_group(
-            model, process_group if roles is None else roles.group
-        )
-        self.settings = choose_settings(
-            settings, options, model, optimizer, grad_scaler, groups.world_size(process_group), roles
-        )
-        self._model = unwrap(model)
-        self._optimizer = optimizer
+        self._process_group = process_group = attach.choose_group(model, process_group, roles)
+        world_size = groups.world_size(process_group)
+        self.settings = choose_settings(settings, options, model, optimizer, grad_scaler, world_size, roles)
+        self._model, self._optimizer = unwrap(model), optimizer
         trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.layers, self.left = find_layers(self._model, self.settings, trained)
         attach.check_layers(self.layers, self.left, attach.ATTACHED)
@@ -75,21 +71,19 @@ class KFAC:
             adam_eigen.check_optimizer(optimizer, self.layers, self.settings.curvature)
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
         transport = attach.connect(self.layers, self.settings, process_group)
-        errors, is_alone = ErrorChannel(transport), transport.world_size == 1
+        errors, is_alone = ErrorChannel(transport), not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
         self._collector = Collector(self.layers, self.settings, grad_scaler, **how)
         remote = None if roles is None else Remote(roles, self._model)
         self._engine = Engine(self.layers, self.settings, self._collector, notices, transport, errors, remote)
-        placements = self._engine.ranks.placements
-        measured = {name for name, p in placements.items() if transport.rank in p.statistics}
+        measured = {name for name, p in self._engine.ranks.placements.items() if transport.rank in p.statistics}
         self._capture = CaptureContext(
             self._collector, self.settings, has_scaler=grad_scaler is not None, measured=measured,
             before_forward=None if is_alone else lambda: attach.check_join(self._join_config),
         )  # fmt: skip
-        self._join_config = join.not_joined()
-        self._closed = False
+        self._join_config, self._closed = join.not_joined(), False
         self._moves: dict[int, Tensor] = {}  # of quadratic_step: the last moves by id(parameter)
-        self._hooks = OptimizerHooks(self._run, self._engine.share_weights)
+        self._hooks = optimizer_hooks.OptimizerHooks(self._run, self._engine.share_weights)
         self._handles = self._capture.attach(self._model)
         if optimizer is not None:
             self._handles += self._hooks.attach(optimizer)
@@ -170,8 +164,7 @@ class KFAC:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last step as floats, for any logger. Synchronizes with the device."""
-        metrics, abandoned = self._engine.metrics, self._collector.num_abandoned
-        step = self._engine.step
+        metrics, step, abandoned = self._engine.metrics, self._engine.step, self._collector.num_abandoned
         return report.metrics(step, self.settings, metrics.counters, metrics.device_metrics, abandoned)
 
     def report(self) -> dict[str, Any]:
@@ -182,6 +175,11 @@ class KFAC:
             engine.step, counters, engine.states, self._collector.timer.seconds(), engine.metrics.tf32_unsafe_layers,
             engine.refresher.staleness, engine.transport,
         )  # fmt: skip
+
+    def instruments(self) -> Instruments:
+        """Return what the timeline of a step is recorded from."""
+        engine, timer = self._engine, self._collector.timer
+        return Instruments(self.settings, self.layers, engine.transport, timer, engine.replanner.rows_seen)
 
     def state_dict(self, *, decompositions: bool = True, gather: bool = False) -> dict[str, Any]:
         """Return the state by layer name, as tensors, numbers and strings.
@@ -278,10 +276,10 @@ class KFAC:
         """Run K-FAC's part of a step, independent of the loop's autocast context."""
         if self._closed:
             raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
-        training_loop.check_scaler(self._optimizer, has_scaler=self._capture.has_scaler)
-        attach.check_world(self.plan.world_size, self._process_group)
+        optimizer_hooks.check_scaler(self._optimizer, has_scaler=self._capture.has_scaler)
+        groups.check_world(self.plan.world_size, self._process_group)
         needs_rates = self.settings.rescale in trust_region.HELD and not self.settings.takes_steps
-        rates = training_loop.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
+        rates = optimizer_hooks.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}
         with torch.no_grad(), torch.autocast(self.join_device.type, enabled=False):
             done = self._engine.take_step(self._optimizer, self._parameters(), rates)
         self._hooks.begin(done)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from dkfac.capture.autograd import accumulator, reaches
 from dkfac.capture.deferred_products import DeferredProducts
-from dkfac.capture.early_reduction import EarlyReduction
 from dkfac.capture.outer_products import add_products, moment_sum
 from dkfac.capture.passes import BackwardPasses, here
 from dkfac.capture.statistics import BatchStatistics, LayerSums, Terms, Window
@@ -33,6 +32,21 @@ TIMED = 8
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
+
+
+class EarlyReduction(Protocol):
+    """Sums factors and launches their reductions while forward and backward run."""
+
+    active: bool
+
+    @property
+    def has_inputs(self) -> bool: ...
+    def begin_forward(self) -> None: ...
+    def measure_input(self, layer: Layer, x: Tensor, output: Tensor, examples: int) -> None: ...
+    def take_input(self, name: str) -> tuple[Tensor, Tensor | float] | None: ...
+    def note_recorded(self, layer: Layer, *, called_again: bool) -> None: ...
+    def reset(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class Collector(BackwardPasses):

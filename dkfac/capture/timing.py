@@ -21,12 +21,9 @@ class StageTimer:
         self._seconds: dict[str, float] = defaultdict(float)
         self._open: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
         self.listener: Callable[[str, float, float], None] | None = None
+        """Called as ``listener(name, begin, end)`` after each stage on the CPU."""
         self.weights: dict[str, int] = {}
         """On CUDA, how many times the current duration of a stage counts; 0: not timed, as events cost host time."""
-
-    def listen(self, listener: Callable[[str, float, float], None] | None) -> None:
-        """Call ``listener(name, begin, end)`` after each stage on the CPU; None removes the listener."""
-        self.listener = listener
 
     @contextmanager
     def stage(self, name: str, device: torch.device) -> Iterator[None]:

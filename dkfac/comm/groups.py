@@ -25,6 +25,16 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
+def check_world(planned: int, process_group: Any) -> None:
+    """Raise if the world size is not the one that K-FAC was attached with."""
+    now = world_size(process_group)
+    if now != planned:
+        raise RuntimeError(
+            f"K-FAC was attached when torch.distributed had {planned} rank{'s' if planned > 1 else ''}; now it has "
+            f"{now}: attach K-FAC after init_process_group, and close() it before destroy_process_group"
+        )
+
+
 _KEPT: WeakKeyDictionary[Any, dict[Ranks, Any]] = WeakKeyDictionary()
 """Subgroups of a user's own group."""
 

@@ -21,6 +21,9 @@ class OneRank(Transport):
     def __init__(self, plan: Plan, device: torch.device) -> None:
         super().__init__(plan, NoGroups(), device)
 
+    def check_unmoved(self, layers: Any) -> None:
+        """Nothing is sent, so K-FAC's state follows a model that is converted or moved."""
+
     def total(self, values: Tensor) -> Tensor:
         return values
 

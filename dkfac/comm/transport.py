@@ -7,7 +7,7 @@ buffers in flight. A single rank is a transport with an empty program.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dkfac.ops.factors import gram
 from dkfac.ops.pack import pack_triangle
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import How, Part, Stage, Transfer, expand
+from dkfac.plan.spec import LayerSpec
 
 Named = dict[tuple[str, str], Tensor]
 """Tensors by layer and key."""
@@ -229,6 +230,16 @@ class Transport:
             for part, place in places_of(transfer.parts, pending.wait()):
                 result[part.layer, part.key] = place.to(self._dtypes[part.layer])
         return result
+
+    def check_unmoved(self, layers: Iterable[tuple[LayerSpec, torch.dtype, torch.device]]) -> None:
+        """Raise if a layer was converted or moved after the plan was made. Given: its spec, and what it is now."""
+        kind = self.device.type
+        for spec, dtype, device in layers:
+            if str(dtype) != f"torch.{spec.dtype}" or device.type != kind:
+                raise RuntimeError(
+                    f"layer {spec.name!r} was {spec.dtype} on {kind} when K-FAC was attached and is {dtype} on "
+                    f"{device.type} now: with several ranks attach K-FAC after the model is converted and moved"
+                )
 
     # --- not listed in any program: attaching, loading, replanning, errors -------------------------------------
 

@@ -147,8 +147,6 @@ class Program:
 def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     """Return the program of a plan; empty for one rank. ``broadcasts``: share decompositions by broadcasts, as
     published, instead of ``deal`` and all-gather."""
-    if plan.world_size == 1:
-        return Program(())
     everyone = tuple(range(plan.world_size))
     num_factors = sum(len(layer.factors) for layer in plan.layers)
     blocks = sum(factor.grad_blocks for layer in plan.layers for factor in layer.factors)
@@ -172,7 +170,7 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         transfers += _shares("weights", gradients)
     else:
         transfers += _shares("gradients", gradients)
-    return Program(tuple(transfers))
+    return Program(tuple(t for t in transfers if len(t.group) > 1))
 
 
 def _small(stage: Stage, everyone: Ranks, elements: int) -> Transfer:
@@ -255,8 +253,7 @@ def _gradients(plan: Plan) -> Iterator[SharedPart]:
         for i, worker in enumerate(workers):
             group = tuple(range(i * served, (i + 1) * served))
             assert worker in group, f"layer {layer.name!r}: worker {worker} is not among the ranks it serves"
-            if served > 1:
-                yield group, dtype, Part(layer.name, "gradient", layer.grad_elements, worker)
+            yield group, dtype, Part(layer.name, "gradient", layer.grad_elements, worker)
 
 
 def gradient_dtype(wire_dtype: str) -> str:

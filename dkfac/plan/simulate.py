@@ -130,7 +130,7 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
     """Run forward and backward; returns the transfers of factors that start after them."""
     world, everyone = plan.world_size, range(plan.world_size)
     slow = _crowding(cluster, world)
-    early = kind.overlap and kind.measures
+    early, reduces = kind.overlap and kind.measures, work.reduces_gradients and world > 1
     now, ready = 0.0, dict[tuple[str, str], float]()
 
     def do(stage: str, name: str, seconds: float) -> None:
@@ -148,14 +148,14 @@ def _passes(plan: Plan, cluster: Cluster, work: Work, kind: Kind, program: Progr
     for layer in reversed(plan.layers):
         do("backward", layer.name, work.backward[layer.name])
         filled += layer.grad_elements * num_bytes(layer.dtype)
-        if filled >= bucket and world > 1 and work.reduces_gradients:
+        if reduces and filled >= bucket:
             jobs.append(_gradients(cluster, world, filled, now))
             filled, bucket = 0, BUCKET_BYTES
         for factor in layer.factors if kind.measures else ():
             if (layer.name, factor.key) not in ready:
                 do("measure", f"{layer.name} {factor.key}", work.factors[layer.name, factor.key])
                 ready[layer.name, factor.key] = now
-    if filled and world > 1 and work.reduces_gradients:
+    if reduces and filled:
         jobs.append(_gradients(cluster, world, filled, now))
     waiting = [t for t in program.stage("factors") if kind.measures]
     if early:
@@ -210,11 +210,11 @@ def _decompositions(plan: Plan, cluster: Cluster) -> Shares:
 
 def _packing(plan: Plan, cluster: Cluster) -> float:
     """Return the seconds to pack and unpack the sums of all factors, if that was measured."""
-    if plan.world_size == 1 or "pack" not in cluster.costs.curves:
+    if "pack" not in cluster.costs.curves:
         return 0.0
     both = zip(plan.layers, plan.placements, strict=True)
     travels = [factor for layer, p in both if len(p.statistics) > 1 for factor in layer.factors]
-    return sum(cluster.costs.work("pack", factor.packed_elements) for factor in travels)
+    return sum((cluster.costs.work("pack", factor.packed_elements) for factor in travels), 0.0)
 
 
 def _averaging(plan: Plan, cluster: Cluster) -> Shares:

@@ -129,19 +129,10 @@ def _agree(
     return Transport(plan, own, device).open()
 
 
-def choose_group(model: nn.Module, process_group: Any) -> Any:
+def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
     """Return the process group that trains replicas of the model: that of its DDP wrapper if none was given."""
+    process_group = process_group if roles is None else roles.group
     return groups.of_model(model) if process_group is None else process_group
-
-
-def check_world(planned: int, process_group: Any) -> None:
-    """Raise if the world size is not the one that K-FAC was attached with."""
-    now = groups.world_size(process_group)
-    if now != planned:
-        raise RuntimeError(
-            f"K-FAC was attached when torch.distributed had {planned} rank{'s' if planned > 1 else ''}; now it has "
-            f"{now}: attach K-FAC after init_process_group, and close() it before destroy_process_group"
-        )
 
 
 def check_uneven_inputs(plan: Plan) -> None:

@@ -100,15 +100,13 @@ class Engine:
         self.refresher.join()
         self._follow_model()
         self._errors.raise_announced()
-        self._check_placement()
+        self.transport.check_unmoved((layer.spec, layer.dtype, layer.weight.device) for layer in self.ranks.layers)
         norms, good = self._read_gradients(optimizer, parameters, device)
         good_batch = good
         if context.measures:
             measured = self.collector.take()
             self._notices.accumulation(measured.num_passes)
             self.replanner.see_rows(measured)
-            if self.transport.world_size == 1:  # with several ranks, the replanner checks their summed counts
-                self._notices.capture(measured.called, measured.num_passes)
             with timer.stage("average", device):
                 good_batch = self._average(measured, good)
         self.refresher.note_rounding(device)
@@ -155,6 +153,7 @@ class Engine:
         ranks, context, staleness = self.ranks, self.context, self.refresher.staleness
         decay, observation = context.at("factor_decay"), None
         if self.transport.world_size == 1:
+            self._notices.capture(measured.called, measured.num_passes)
             if staleness is not None:
                 observation = reduce.observe_alone(measured, ranks.by_name)
             good = self._average_alone.absorb(
@@ -248,19 +247,6 @@ class Engine:
         self._keep_bases()
         self.refresher.follow(self.ranks.by_name)
         self._stack()
-
-    def _check_placement(self) -> None:
-        """Raise if the model was converted or moved after its plan was made; only checked with several ranks."""
-        if self.transport.world_size == 1:
-            return
-        kind = self.transport.device.type
-        for layer in self.ranks.layers:
-            if str(layer.dtype) != f"torch.{layer.spec.dtype}" or layer.weight.device.type != kind:
-                raise RuntimeError(
-                    f"layer {layer.name!r} was {layer.spec.dtype} on {kind} when K-FAC was attached and is "
-                    f"{layer.dtype} on {layer.weight.device.type} now: with several ranks attach K-FAC after the model "
-                    f"is converted and moved"
-                )
 
     def _keep_bases(self) -> None:
         """Cast bases that were loaded or converted to the dtype in which they are kept."""

@@ -1,4 +1,4 @@
-"""Hooks on the optimizer: run K-FAC before its step, and clean up after it.
+"""Hooks on the optimizer: run K-FAC before its step, and clean up after it; what K-FAC reads from it.
 
 Input: a call of ``optimizer.step()``. Output: the gradients that the optimizer is to see. Owns: the gradients that are
 hidden from it, and updates that are applied after its step.
@@ -113,3 +113,22 @@ def is_dummy(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> 
     if optimizer.state or any(isinstance(lr, Tensor) or lr != 0 for lr in rates):
         return False
     return not any(bool(p.grad.any()) for p in parameters if p.grad is not None)
+
+
+def learning_rates(
+    optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor], lr: float | None
+) -> dict[int, Any]:
+    """Return learning rates by ``id(parameter)``. ``lr`` is used if there is no optimizer."""
+    if optimizer is not None:
+        return {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    if lr is None:
+        raise ValueError('rescale="kl-clip" and "norm-kl" need the learning rate: call kfac.step(lr=...)')
+    return {id(p): lr for p in parameters}
+
+
+def check_scaler(optimizer: torch.optim.Optimizer | None, *, has_scaler: bool) -> None:
+    if not has_scaler and getattr(optimizer, "grad_scale", None) is not None:
+        raise RuntimeError(
+            "a GradScaler steps this optimizer: pass KFAC(..., grad_scaler=scaler), so that the loss scale does "
+            "not enter the statistics"
+        )

@@ -6,11 +6,13 @@ Input: layers, settings, states and counters. Output: strings and dicts. Owns: n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from dkfac.capture.timing import StageTimer
 from dkfac.comm.transport import Transport
 from dkfac.config.settings import Settings
 from dkfac.experimental.staleness import FactorIntervals
@@ -31,6 +33,18 @@ COUNTERS = (
     "abandoned_steps",
     "clipped_steps",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What the timeline of a step is recorded from (``tools/measure/beside.py``)."""
+
+    settings: Settings
+    layers: list[Layer]
+    transport: Transport
+    timer: StageTimer
+    rows_seen: Mapping[str, float]
+    """Rows of each layer in a step; see ``Replanner``."""
 
 
 def announcement(layers: list[Layer], left: list[Left], settings: Settings, optimizer: Any, plan: Plan) -> str:

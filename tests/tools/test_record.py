@@ -20,7 +20,8 @@ def record(rank=0, world=1, steps=3):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"factor_interval": 1, "inverse_interval": 2, "warmup_refresh": None, "announce": False}
     kfac = dkfac.KFAC(wrapped, optimizer, **options)
-    with Recorder(kfac, wrapped, optimizer) as recorder:
+    found = kfac.instruments()
+    with Recorder(found.timer, found.transport.gather, wrapped, optimizer) as recorder:
         for _ in range(steps):
             optimizer.zero_grad()
             wrapped(torch.randn(16, 20)).square().mean().backward()

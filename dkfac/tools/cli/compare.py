@@ -121,7 +121,7 @@ def train_all(jobs: Sequence[Any], place: Any, say: Callable[[str], None], *, is
         return train.STATUS[reason]
     if place.rank == 0:
         conclude(jobs)
-    return status(jobs) if place.world_size == 1 else 0
+    return status(jobs) if place.is_alone else 0
 
 
 def _each(jobs: Sequence[Any], place: Any, say: Callable[[str], None]) -> str:

@@ -28,11 +28,11 @@ def run(given: argparse.Namespace) -> int:
         raise ValueError(f"-o {given.out}: the page is HTML; give a name that ends in .html")
     if not given.out.parent.is_dir():
         raise ValueError(f"-o {given.out}: there is no folder {given.out.parent}; make it first")
+    from dkfac.tools.report_page.html import counted
     from dkfac.tools.report_page.page import page
 
     text, number = page(given.runs, lambda line: print(f"dkfac report: {line}", file=sys.stderr))
     given.out.write_text(text, encoding="utf-8")
-    print(
-        f"wrote {given.out}: {number} run{'s' * (number > 1)}, {len(text.encode()) / 1e3:,.0f} kB; open it in a browser"
-    )
+    runs = counted(number, "run")
+    print(f"wrote {given.out}: {runs}, {len(text.encode()) / 1e3:,.0f} kB; open it in a browser")
     return 0

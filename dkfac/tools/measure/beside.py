@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from dkfac.kfac import KFAC
+from dkfac.config.settings import Settings
+from dkfac.layers.layer import Layer
 from dkfac.plan.models import Shape, scaled
+from dkfac.plan.plan import Plan
 from dkfac.plan.preset import load_cluster
 from dkfac.plan.simulate import Kind, simulate
 from dkfac.plan.timeline import Timeline
+from dkfac.runtime.report import Instruments
 from dkfac.tools.measure.record import Recorder
 
 FIRST = 10
@@ -30,38 +33,38 @@ class OneStep:
 
     @contextlib.contextmanager
     def __call__(
-        self, step: int, kfac: KFAC | None, network: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, step: int, kfac: Instruments | None, network: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Iterator[None]:
         """Surround a step that has one forward pass. A collective call."""
-        if self._is_done or step < FIRST or kfac is None or not _is_example(kfac, step):
+        if self._is_done or step < FIRST or kfac is None or not _is_example(kfac.settings, kfac.layers, step):
             yield
             return
         self._is_done = True
-        with Recorder(kfac, network, optimizer) as recorder:
+        with Recorder(kfac.timer, kfac.transport.gather, network, optimizer) as recorder:
             yield
         found = recorder.timelines()
         if found:
-            body = [_as_json("measured, refresh", found[-1]), _as_json(*_simulated(kfac, found[-1]))]
+            shapes = [Shape(layer.spec, max(1, int(kfac.rows_seen.get(layer.name, 1)))) for layer in kfac.layers]
+            overlap = kfac.settings.experimental.overlap
+            simulated = _simulated(kfac.transport.plan, shapes, found[-1], overlap=overlap)
+            body = [_as_json("measured, refresh", found[-1]), _as_json(*simulated)]
             with contextlib.suppress(OSError):  # the run's log says that its folder cannot be written
                 (self._folder / "timeline.json").write_text(json.dumps(body))
 
 
-def _is_example(kfac: KFAC, step: int) -> bool:
-    settings = kfac.settings
-    on_cpu = all(layer.weight.device.type == "cpu" for layer in kfac.layers)
+def _is_example(settings: Settings, layers: list[Layer], step: int) -> bool:
+    on_cpu = all(layer.weight.device.type == "cpu" for layer in layers)
     return on_cpu and settings.experimental.staleness == "fixed" and settings.rhythm(step)[1]
 
 
-def _simulated(kfac: KFAC, measured: Timeline) -> tuple[str, Timeline]:
+def _simulated(plan: Plan, shapes: list[Shape], measured: Timeline, *, overlap: bool) -> tuple[str, Timeline]:
     """Return the same step as the simulator has it: passes and measuring as long as here, the rest by a preset."""
-    rows = kfac._engine.replanner.rows_seen
-    shapes = [Shape(layer.spec, max(1, int(rows.get(layer.name, 1)))) for layer in kfac.layers]
     busy = measured.busy(0)
     work = scaled(shapes, busy.get("forward", 0.0) + busy.get("backward", 0.0), busy.get("measure", 1e-6))
     cluster = load_cluster("cpu-2-cores")
-    kind = Kind(measures=True, decomposes=True, overlap=kfac.settings.experimental.overlap)
-    keep = kfac.plan.world_size
-    return f"simulated with the costs of {cluster.name}, refresh", simulate(kfac.plan, cluster, work, kind, keep=keep)
+    kind = Kind(measures=True, decomposes=True, overlap=overlap)
+    found = simulate(plan, cluster, work, kind, keep=plan.world_size)
+    return f"simulated with the costs of {cluster.name}, refresh", found
 
 
 def _as_json(title: str, timeline: Timeline) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from dkfac.capture.timing import StageTimer
 from dkfac.comm import collectives
-from dkfac.kfac import KFAC
 from dkfac.plan.timeline import Span, Timeline
 
 STAGES = {"capture": "measure"}
@@ -17,14 +18,21 @@ STAGES = {"capture": "measure"}
 
 
 class Recorder:
-    """Notes spans while it is entered: ``with Recorder(kfac, model, optimizer) as recorder: ...``.
+    """Notes spans while it is entered: ``with Recorder(timer, gather, model, optimizer) as recorder: ...``.
 
     A step begins with the model's forward and ends with the optimizer's step; ``timelines()`` returns them, of all
     ranks, on rank 0.
     """
 
-    def __init__(self, kfac: KFAC, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._kfac, self._model, self._optimizer = kfac, model, optimizer
+    def __init__(
+        self,
+        timer: StageTimer,
+        gather: Callable[[Any], list[Any] | None],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """``timer`` is K-FAC's; ``gather`` returns every rank's value on rank 0, and None on the others."""
+        self._timer, self._gather, self._model, self._optimizer = timer, gather, model, optimizer
         if next(model.parameters()).device.type != "cpu":
             raise ValueError("timelines are recorded on the CPU; on a GPU use benchmarks/gpu_profile.py")
         self._steps: list[list[tuple[str, str, str, float, float]]] = []
@@ -32,7 +40,7 @@ class Recorder:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Recorder:
-        self._kfac._collector.timer.listen(self._stage)
+        self._timer.listener = self._stage
         collectives.listener = self._transfer
         self._handles = [
             self._model.register_forward_pre_hook(self._forward_begins),
@@ -42,7 +50,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._kfac._collector.timer.listen(None)
+        self._timer.listener = None
         collectives.listener = None
         for handle in self._handles:
             handle.remove()
@@ -82,7 +90,7 @@ class Recorder:
         Under torch.distributed a collective call. Each rank's clock starts with its own step.
         """
         mine = [[(*span[:3], span[3] - steps[0][3], span[4] - steps[0][3]) for span in steps] for steps in self._steps]
-        every = self._kfac._engine.transport.gather(mine)
+        every = self._gather(mine)
         if every is None:
             return []
         found = []

@@ -129,8 +129,8 @@ def train(
     ``kfac``: K-FAC's options, None for plain SGD. ``place``: among ranks that share each batch, through DDP.
     """
     model = build_model(recipe.seed, batch_norm=recipe.batch_norm)
-    several = place is not None and place.world_size > 1
-    network = nn.parallel.DistributedDataParallel(model) if several else model
+    is_alone = place is None or place.is_alone
+    network = model if is_alone else nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay, nesterov=True
     )

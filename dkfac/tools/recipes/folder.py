@@ -11,7 +11,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,16 @@ class Log:
                     self._board.add_scalar(f"{entry['kind']}/{name}", value, entry["step"])
 
     def summarise(
-        self, kfac: dkfac.KFAC | None, own: list[float], gather: Callable[[list[float]], list[list[float]]]
+        self,
+        own: list[float],
+        gather: Callable[[list[float]], list[list[float]]],
+        describe: Callable[[], dict[str, Any]],
     ) -> None:
-        """Write what K-FAC reports and what each rank took. A collective call."""
+        """Write what each rank took and what K-FAC reports, which ``describe`` returns. A collective call."""
         ranks = gather(own)
         if self._lock is None:
             return
-        body: dict[str, Any] = {"peak_memory_bytes": [numbers[0] for numbers in ranks]}
-        if kfac is not None:
-            body |= {"kfac": kfac.report(), "plan": json.loads(kfac.plan.to_json()), "layers": repr(kfac)}
+        body = {"peak_memory_bytes": [numbers[0] for numbers in ranks], **describe()}
         with self._complaining():
             _write(self._folder / "summary.json", body)
 
@@ -149,15 +150,11 @@ def resources(device: torch.device) -> list[float]:
     return [1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
 
 
-def spectra(kfac: dkfac.KFAC | None) -> Iterator[dict[str, Any]]:
-    """Yield eigenvalues of the first, the middle and the last layer's factors that are held here."""
-    if kfac is None:
-        return
-    names = [layer.name for layer in kfac.layers]
-    chosen = dict.fromkeys([names[0], names[len(names) // 2], names[-1]])
-    held = kfac.factors()
-    for name in chosen:
-        for key, factor in held[name].items():
+def spectra(factors: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
+    """Yield eigenvalues of the factors of the first, the middle and the last layer, as ``kfac.factors()`` has them."""
+    names = list(factors)
+    for name in dict.fromkeys([*names[:1], *names[len(names) // 2 :][:1], *names[-1:]]):
+        for key, factor in factors[name].items():
             if factor.ndim != 2 or factor.shape[0] > LARGEST or factor.shape[0] != factor.shape[1]:
                 continue
             values = torch.linalg.eigvalsh(factor.detach().double().cpu()).flip(0).clamp(min=0)

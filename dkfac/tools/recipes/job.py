@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,12 @@ class Run:
     @property
     def device(self) -> torch.device:
         return self.place.device
+
+    def describe(self) -> dict[str, Any]:
+        """Return what K-FAC reports, for a run's summary; nothing where there is none."""
+        if self.kfac is None:
+            return {}
+        return {"kfac": self.kfac.report(), "plan": json.loads(self.kfac.plan.to_json()), "layers": repr(self.kfac)}
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Return all ranks' numbers. A collective call."""

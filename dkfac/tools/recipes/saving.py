@@ -34,7 +34,7 @@ def save(run: Run, say: Callable[[str], None]) -> None:
         checkpoints.give_up(folder, run.step)
         reason = error or "another rank could not write"
         say(f"no checkpoint at step {run.step} ({reason}); training goes on, older checkpoints stay")
-    run.log.summarise(run.kfac, resources(run.device), run.gather)
+    run.log.summarise(resources(run.device), run.gather, run.describe)
 
 
 def resume(run: Run, say: Callable[[str], None]) -> None:

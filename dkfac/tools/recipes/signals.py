@@ -50,7 +50,7 @@ class Signals:
     def agreed(self, step: int, place: dkfac.distributed.Place) -> str | None:
         """Return a signal that one of the ranks got, if they tell each other at this step. A collective call."""
         found = set(self._arrived)
-        if place.world_size > 1:
+        if not place.is_alone:
             if step < self._next:
                 return None
             (before, then), now = self._last, time.monotonic()

@@ -34,8 +34,8 @@ class Diverged(RuntimeError):
     """Loss or weights are not finite: on all ranks."""
 
 
-Watch = Callable[[int, dkfac.KFAC | None, nn.Module, torch.optim.Optimizer], AbstractContextManager[None]]
-"""What surrounds a step: its number, K-FAC, the network and the optimizer."""
+Watch = Callable[[int, Any, nn.Module, torch.optim.Optimizer], AbstractContextManager[None]]
+"""What surrounds a step: its number, what ``kfac.instruments()`` returns or None, the network and the optimizer."""
 
 
 def train(
@@ -88,7 +88,7 @@ def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_s
     model = job.recipe.build(train_set, hyper).to(place.device)
     session = job.recipe.begin(model, train_set, hyper, place)
     network = model
-    if place.world_size > 1:
+    if not place.is_alone:
         network = nn.parallel.DistributedDataParallel(model)
         _settle(network, job, session, train_set, place)
     optimizer = optimizer_of(hyper, model)
@@ -146,7 +146,8 @@ def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch)
     bad, begin = 0, time.perf_counter()
     with contextlib.closing(ahead(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
         while run.step < end:
-            with watch(run.step, run.kfac, run.network, run.optimizer):
+            instruments = None if run.kfac is None else run.kfac.instruments()
+            with watch(run.step, instruments, run.network, run.optimizer):
                 losses.append(_step(run, loaded))
             run.step += 1
             last = run.step == end
@@ -259,7 +260,7 @@ def _test(run: Run, say: Callable[[str], None]) -> None:
     loss, right, number = (sum(column) for column in zip(*run.gather(list(found.values())), strict=True))
     point = {"loss": loss / number} | ({"accuracy": right / number} if run.job.recipe.judge is not None else {})
     run.log.add(kind="test", step=run.step, epoch=run.epoch, seconds=run.seconds, **point)
-    for entry in spectra(run.kfac):
+    for entry in spectra({} if run.kfac is None else run.kfac.factors()):
         run.log.add(kind="spectrum", step=run.step, **entry)
     told = "".join(f", {name} {value:.2%}" if name == "accuracy" else f", test loss {value:.4f}"
                    for name, value in point.items())  # fmt: skip

@@ -81,6 +81,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def counted(how_many: int, what: str) -> str:
+    """``1, "run" -> 1 run``; ``3, "run" -> 3 runs``."""
+    return f"{how_many} {what}{'s' * (how_many > 1)}"
+
+
 def size(num_bytes: float | None) -> str:
     """Return an amount of memory with its unit."""
     if num_bytes is None:

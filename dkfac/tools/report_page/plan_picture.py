@@ -10,7 +10,19 @@ from dkfac.plan.spec import FactorSpec, LayerSpec
 from dkfac.tools.report_page.bars import bar_chart
 from dkfac.tools.report_page.chart import colour
 from dkfac.tools.report_page.groups import Group
-from dkfac.tools.report_page.html import DASH, Html, charts, details, join, number, size, table, tag, unit_of_bytes
+from dkfac.tools.report_page.html import (
+    DASH,
+    Html,
+    charts,
+    counted,
+    details,
+    join,
+    number,
+    size,
+    table,
+    tag,
+    unit_of_bytes,
+)
 from dkfac.tools.report_page.read import Run, as_dict, real
 
 NUM_RANKS, NUM_LAYERS = 64, 400
@@ -42,7 +54,7 @@ def plans(groups: Sequence[Group]) -> Html | None:
 def _picture(plan: Plan, run: Run) -> Html:
     ranks = range(min(plan.world_size, NUM_RANKS))
     layers = list(zip(plan.layers, plan.placements, strict=True))[:NUM_LAYERS]
-    said = f"Strategy {plan.strategy}, {plan.world_size} rank{'s' * (plan.world_size > 1)}, solver {plan.solver}. "
+    said = f"Strategy {plan.strategy}, {counted(plan.world_size, 'rank')}, solver {plan.solver}. "
     said += "Letters: whose factors a rank decomposes, the darker the more work; P: whose gradient it preconditions."
     left = []
     if plan.world_size > len(ranks):

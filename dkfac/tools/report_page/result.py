@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dkfac.tools.report_page.groups import Group
-from dkfac.tools.report_page.html import DASH, Html, details, join, number, table, tag, text
+from dkfac.tools.report_page.html import DASH, Html, counted, details, join, number, table, tag, text
 from dkfac.tools.report_page.read import Run, as_dict, column, real
 
 Metric = Literal["accuracy", "loss"]
@@ -83,7 +83,7 @@ def head(groups: Sequence[Group]) -> Html:
     seeds = sorted({str(run.seed) for run in runs if run.seed is not None})
     dates = sorted(str(run.environment["date"])[:10] for run in runs if run.environment.get("date"))
     facts = [
-        f"{len(runs)} run{'s' * (len(runs) > 1)}",
+        counted(len(runs), "run"),
         f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if seeds else "",
         _each("device {}", runs, lambda run: run.environment.get("device")),
         _each("{} ranks", runs, lambda run: run.settings.get("world_size")).replace("1 ranks", "1 rank"),
