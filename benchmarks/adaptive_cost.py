@@ -1,8 +1,8 @@
-"""What does a step with ``curvature="adaptive"`` cost against what were the defaults before it, on this machine?
+"""Step time of ``curvature="adaptive"`` relative to the former defaults, on this machine.
 
-The arms take turns, a step each: the optimizer alone, K-FAC as it was (``adam-eigen`` with AdamW, ``kfac`` with SGD)
-and K-FAC as it is, in the same rhythm. Whole steps, forward and backward included; medians and means, the first
-``--skip`` steps left out. Run it with nothing else on the machine.
+Three variants alternate step by step: the optimizer alone, K-FAC with the former defaults (``adam-eigen`` with AdamW,
+``kfac`` with SGD) and K-FAC with the current ones, at the same intervals. Times are of whole steps, including forward
+and backward; medians and means without the first ``--skip`` steps. Run it on an otherwise idle machine.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """A deep autoencoder on handwritten digits: K-FAC against SGD in updates, and damping found by Levenberg-Marquardt.
 
-64-128-64-32-8-32-64-128-64, tanh, binary cross-entropy of pixels, torch's own start. SGD has momentum 0.9, linear
-warm-up over a tenth of the updates and linear decay, and the best of a grid of learning rates; so has K-FAC with SGD,
-at a quarter of the updates. K-FAC's quadratic_step has no learning rate, momentum or schedule: they come from the model
-of the loss.
-Judged by the loss on all training images after the last update; the best rate is run with further seeds.
+64-128-64-32-8-32-64-128-64, tanh, binary cross-entropy of pixels, torch's default initialization. SGD uses momentum
+0.9, linear warm-up over a tenth of the updates, linear decay, and the best learning rate of a grid; K-FAC with SGD uses
+the same with a quarter of the updates. K-FAC's quadratic_step needs no learning rate, momentum or schedule: they follow
+from the quadratic model of the loss.
+Runs are compared by the loss on all training images after the last update; the best rate is repeated with more seeds.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import dkfac
-from dkfac.tools.recipes.autoencoder import network
+from dkfac.tools.recipes.autoencoder import build_autoencoder
 
 RATES = (0.3, 1.0, 3.0, 10.0, 30.0)
 DAMPINGS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -33,7 +33,7 @@ def data() -> torch.Tensor:
 
 def build(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return network()
+    return build_autoencoder()
 
 
 def train(x: torch.Tensor, updates: int, seed: int, lr: float | None, kfac: dict | None = None) -> dict:

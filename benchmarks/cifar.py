@@ -1,8 +1,8 @@
 """CIFAR-10, ResNet-32: test accuracy of SGD and of K-FAC at equal epochs, for the choice of defaults.
 
-The images are read from an archive in image-folder layout (train/<class>/*.jpg, test/<class>/*.jpg). Settings are
-to be chosen on the validation accuracy (5,000 training images held out); test accuracy is reported beside it.
-Several runs share a GPU as processes, so times are not comparable here.
+The images are read from an archive in image-folder layout (train/<class>/*.jpg, test/<class>/*.jpg). Choose settings
+by the validation accuracy (5,000 training images are held out); test accuracy is reported too. Several processes share
+a GPU, so times are not comparable here.
 """
 
 import argparse

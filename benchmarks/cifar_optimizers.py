@@ -1,13 +1,13 @@
-"""CIFAR-10, ResNet-32 and ResNet-18, batch 128 and 1,024: epochs and seconds to the accuracy that tuned SGD ends with.
+"""CIFAR-10, ResNet-32 and ResNet-18, batch 128 and 1,024: epochs and seconds to the final accuracy of tuned SGD.
 
-SGD, AdamW, Muon (AdamW for the rest), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis) have ``GRID`` and
-``BEYOND`` settings each, as many, tried on 5,000 held-out training images with seed 0 in three quarters of SGD's
-epochs. (K-FAC's at 1,024 were narrowed by the validation accuracies of ``--stage search``, which tried more of K-FAC
-than of others.)
-The best of each is then run with three seeds in all of SGD's epochs and in fractions of them, the schedule shortened
-(linear warm-up over a fifth, linear decay), the same data and augmentation, label smoothing 0.1. Those runs share the
-GPU, so what a step takes is measured apart (``--stage times``), one optimizer after the other, with the same settings.
-Called again with the same ``--out`` it goes on where it was.
+For SGD, AdamW, Muon (AdamW for other parameters), K-FAC with SGD and K-FAC with AdamW (Adam in the eigenbasis), the
+same number of settings (``GRID`` and ``BEYOND``) is tried on 5,000 held-out training images, with seed 0, for three
+quarters of SGD's epochs. (K-FAC's grid at 1,024 was narrowed by the validation accuracies of ``--stage search``, which
+tried more settings of K-FAC than of the others.)
+The best setting is then run with three seeds for all of SGD's epochs and for fractions of them, with a shortened
+schedule (linear warm-up over a fifth, linear decay), the same data and augmentation, and label smoothing 0.1. These
+runs share the GPU, so step times are measured separately (``--stage times``), one optimizer after the other, with the
+same settings. The same command with the same ``--out`` continues an interrupted study.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from machine import Machine, known_runs, lines_of
 from torch import nn
 
 import dkfac
-from dkfac.tools.recipes.resnet import cifar_resnet, resnet
+from dkfac.tools.recipes.resnet import build_cifar_resnet, build_resnet
 
 EPOCHS = 16
 FRACTIONS = {
@@ -156,7 +156,7 @@ class FlatMuon:
 def make(config: dict, device: str) -> tuple[nn.Module, list, object, dkfac.KFAC | None]:
     """Return the model, its optimizers, what steps them, and K-FAC."""
     depth = config["network"]
-    model = cifar_resnet(32) if depth == 32 else resnet(18, 10, small_images=True)
+    model = build_cifar_resnet(32) if depth == 32 else build_resnet(18, 10, small_images=True)
     model = model.to(device, memory_format=torch.channels_last)
     lr, decay, kfac = config["lr"], config.get("decay", 5e-4), None
     if config["optimizer"] == "muon":

@@ -1,7 +1,7 @@
 """How fast does a small vision transformer learn CIFAR-10? See ``transformer_study.py``.
 
-The images are read from an archive in image-folder layout, as in ``cifar.py``; 5,000 training images are held out, and
-it is their loss that is reported. ``none`` for the archive tries the script itself on random images.
+The images are read from an archive in image-folder layout, as in ``cifar.py``; the reported loss is that of 5,000
+held-out training images. With ``none`` for the archive, the script runs on random images as a smoke test.
 """
 
 import argparse

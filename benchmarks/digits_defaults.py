@@ -1,14 +1,14 @@
-"""Which settings suit a run of a few hundred steps? SGD and K-FAC on the digits, judged on the validation images.
+"""Which settings suit a run of a few hundred steps? SGD and K-FAC on the digits, evaluated on the validation images.
 
-One axis at a time around the defaults, at SGD's best learning rate, three seeds each: five to six minutes of one core.
-Three seeds only say where to look; the second command compares a few candidates from twelve other starts. The third
-asks what becomes of high learning rates.
+Varies one setting at a time around the defaults, at SGD's best learning rate, with three seeds each: five to six
+minutes on one core. Three seeds only suggest candidates; the second command compares a few of them with twelve other
+seeds. The third command tries high learning rates.
 
     ./run bench digits_defaults
     ./run bench digits_defaults --confirm
     ./run bench digits_defaults --early
 
-With ``--no-norm`` either is about the demo's network without its normalisation layers.
+``--no-norm``: use the demo's network without its batch norm layers.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ def main() -> None:
         name, rows_of = "early", early
     name += "_no_norm" if arguments.no_norm else ""
     out = arguments.out or Path(__file__).parent / "results" / f"digits_{name}_cpu.json"
-    recipe = digits.Recipe(epochs=arguments.epochs, batch_norm=not arguments.no_norm)
+    recipe = digits.DigitsConfig(epochs=arguments.epochs, batch_norm=not arguments.no_norm)
     recipes = [replace(recipe, seed=first_seed + i) for i in range(arguments.seeds or seeds)]
     torch.set_num_threads(1)
-    bench = Bench(digits.load("validation"), recipes)
-    digits.train(bench.data, replace(recipe, epochs=1), {"announce": False})  # the first run pays for loading kernels
+    bench = Bench(digits.load_digit_images("validation"), recipes)
+    digits.train_digits(
+        bench.data, replace(recipe, epochs=1), {"announce": False}
+    )  # the first run pays for loading kernels
     start = time.process_time()
     rows: list[dict[str, Any]] = []
     for row in rows_of(bench):
@@ -92,14 +94,14 @@ def main() -> None:
 @dataclass(frozen=True)
 class Bench:
     data: digits.Digits
-    recipes: list[digits.Recipe]
+    recipes: list[digits.DigitsConfig]
 
     def measure(self, axis: str, lr: float, kfac: dict[str, Any] | None) -> dict[str, Any]:
         """Return a row: one setting from every start. Seconds are those of this process: other work on the
         machine stretches the clock on the wall, at one thread this one hardly."""
         options = None if kfac is None else {**kfac, "announce": False}
         recipes = [replace(recipe, lr=lr) for recipe in self.recipes]
-        curves = [digits.train(self.data, recipe, options, clock=time.process_time) for recipe in recipes]
+        curves = [digits.train_digits(self.data, recipe, options, clock=time.process_time) for recipe in recipes]
         return summary(axis, lr, kfac, curves)
 
 

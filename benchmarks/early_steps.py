@@ -1,8 +1,8 @@
-"""What the first steps of K-FAC do at high learning rates, and what early refreshes and a held-back length change.
+"""The first steps of K-FAC at high learning rates, and the effect of early refreshes and a limited step length.
 
-ResNet-18 of a quarter of the width on CIFAR-10, batch 512, two CPU cores: the loss, and ``lr^2 u^T (A x G) u`` over all
-layers by the factors as they are then: the mean square, over examples, of the change of the loss that a step predicts.
-Decompositions are older than the factors, so K-FAC itself does not see it whole.
+ResNet-18 with a quarter of the width on CIFAR-10, batch 512, two CPU cores. Reports the loss, and ``lr^2 u^T (A x G)
+u`` over all layers with the current factors: the mean square, over examples, of the change of the loss that a step
+predicts. K-FAC itself only estimates it, because its decompositions are older than the factors.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from cifar import augment, normalise, read_archive
 from environment import write
 
 import dkfac
-from dkfac.tools.recipes.resnet import resnet
+from dkfac.tools.recipes.resnet import build_resnet
 
 WIDTH, BATCH, WARMUP, TOTAL = 16, 512, 80, 400
 BEFORE = {"rescale": "norm-global", "warmup_refresh": (10, 100)}
@@ -45,7 +45,7 @@ def train(job: tuple) -> dict:
     name, options, lr, seed, steps, data = job
     torch.set_num_threads(1)
     generator, data, _, used = cifar.begin({"seed": seed}, data, "cpu")
-    model = resnet(18, 10, width=WIDTH, small_images=True).to(memory_format=torch.channels_last)
+    model = build_resnet(18, 10, width=WIDTH, small_images=True).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     common = {"solver": "cholesky", "statistics_fraction": 0.25, "announce": False}
     kfac = dkfac.KFAC(model, optimizer, **common, **options)

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for the JSON beside every figure."""
+"""Describe the machine and the versions of a benchmark run, for its JSON file of results."""
 
 import datetime
 import json

@@ -1,8 +1,8 @@
-"""A Linear layer on a flattened map with one input factor, and with two, of channels and of positions (``flattened``).
+"""A Linear layer on a flattened feature map, with one input factor and with two (channels, positions; ``flattened``).
 
-Memory of K-FAC's state and time of its stages, on one CPU core; and how far the directions are from each other after
-some training of a small convolutional network on the digits. VGG-16's first Linear layer is measured doubly factored
-alone: its plain input factor has 25,089 rows.
+Compares the memory of K-FAC's state and the time of its stages on one CPU core, and the update directions after some
+training of a small CNN on the digits. VGG-16's first Linear layer is measured only with two input factors: a single
+one would have 25,089 rows.
 """
 
 import argparse
@@ -52,14 +52,14 @@ def net() -> nn.Module:
 
 def directions() -> dict:
     """Return how the two directions of the last layer compare, on the same batches of a network that has trained."""
-    data, found = digits.load("validation"), {}
+    data, found = digits.load_digit_images("validation"), {}
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for x, y in digits.batches(data, digits.Recipe(epochs=2)):
+    for x, y in digits.batches(data, digits.DigitsConfig(epochs=2)):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    batches = list(digits.batches(data, digits.Recipe(epochs=1, seed=5)))
+    batches = list(digits.batches(data, digits.DigitsConfig(epochs=1, seed=5)))
     grads = {}
     for name, maps in (("one", {"flattened": "off"}), ("two", {"experimental": {"flattened": {"6": 32}}})):
         options = {"warmup_refresh": None, "factor_interval": 1, "inverse_interval": len(batches), "rescale": "none"}

@@ -1,14 +1,14 @@
-"""Why does a GPT's loss jump when the learning rate peaks, with Adam in the eigenbasis? Variants of the step, tried.
+"""Why does a GPT's loss jump when the learning rate peaks, with Adam in the eigenbasis? Tries variants of the step.
 
-The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps``), no tuning, one seed: to see which
-changes matter. ``limit``: how updates are held back, by layer: ``rms`` their root mean square to at most so much,
-``norm`` to exactly so much, ``spectral`` the largest singular value, times the learning rate, to at most so much;
-``kl`` all layers together, by what K-FAC's curvature says of the change in the output, as the step before had it
-(layers one by one: ``rescale="kl-clip"`` in the options). ``groups``: other learning rates by parts of names; ``size``:
-of another GPT; ``clip``: of the gradient's norm; ``warm``: share of warm-up; ``fp32``: no autocast; ``track``: every so
-many steps each weight's mean change, over the learning rate; ``seed``. Runs share the GPU. ``--again``: the configs of
-a result.
-``--study cpu``: what two cores can say of it, at its width with fewer tokens, and of rhythms and ``block_dim`` at a
+The GPT of ``char_gpt.py --size small`` (10.8M parameters, 500 steps or ``steps``), without tuning and with one seed, to
+find out which changes matter. Options of a config:
+``limit``: how updates are limited in each layer: ``rms`` bounds their root mean square, ``norm`` sets their norm,
+``spectral`` bounds the largest singular value times the learning rate; ``kl`` limits all layers by the change of the
+output that K-FAC's curvature predicted at the previous step (for single layers use ``rescale="kl-clip"``).
+``groups``: learning rates by parts of parameter names; ``size``: another GPT; ``clip``: gradient norm clipping;
+``warm``: fraction of warm-up steps; ``fp32``: no autocast; ``track``: log the mean change of each weight over the
+learning rate every so many steps; ``seed``. Runs share the GPU. ``--again``: repeat the configs of a result file.
+``--study cpu``: a smaller study for two cores, at full width with fewer tokens, and of intervals and ``block_dim`` at a
 third of the width.
 """
 

@@ -1,8 +1,9 @@
-"""What of a GPT's step takes the host's time and what the GPU's, with Adam in the eigenbasis.
+"""Host time and GPU time of a GPT's step, with Adam in the eigenbasis.
 
-The GPTs of ``char_gpt.py``. ``wall``: a step, nothing waits; ``host``: one that begins when the device has done all
-before; ``gpu``: of steps that are all launched before the device begins. Modes, after a start in the usual rhythm:
-steps that neither measure nor refresh, refresh alone, measure alone. Nothing else should run.
+The GPTs of ``char_gpt.py``. ``wall``: time per step without synchronization; ``host``: time of a step that starts on an
+idle device; ``gpu``: time per step if all steps are launched before the device starts. Modes, after a warm-up with the
+usual intervals: steps that neither measure nor refresh, steps that only refresh, steps that only measure. Run it on an
+otherwise idle machine.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 """How far is K-FAC's fast path from float64? Preconditioned gradients of ResNet-50 on real images, layer by layer.
 
 The model takes 20 plain SGD steps first, so that it is not at its initial point. Then each variant of K-FAC measures
-and refreshes on one batch, several times: the first refresh of a run takes a slower road than the later ones, which the
-fast path (``cholesky`` with TF32) takes from CUDA graphs. In the same
+and refreshes on one batch several times, because the first refresh of a run uses a slower path than later ones, which
+the fast settings (``cholesky`` with TF32) replay from CUDA graphs. In the same
 backward pass plain hooks record each layer's input and the gradient of its output. From these the oracle
 (``gpu_oracle.py``) follows the formulas in float64: ``A = 1/R sum a a^T`` over R patches, ``G = 1/T sum g^ g^T`` with
 ``g^ = T g`` and T examples, and ``(A x G + l I)^-1`` (eigen) or ``(G + sqrt(l)/pi I)^-1 . (A + pi sqrt(l) I)^-1``
-(cholesky). ``moved`` says how far the oracle's direction is from the raw gradient's: errors are to be seen beside it.
+(cholesky). ``moved`` is the distance of the oracle's direction from that of the raw gradient, to compare errors with.
 
-Images: CIFAR-10 from the archive, enlarged to 224 pixels. ``--device cpu --tiny`` tries the script itself.
+Images: CIFAR-10 from the archive, enlarged to 224 pixels. ``--device cpu --tiny`` is a smoke test of the script.
 """
 
 import argparse

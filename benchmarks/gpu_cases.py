@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: models with their batches and optimizers, K-FAC's settings, steps and their kinds."""
+"""Shared parts of the GPU benchmarks: models with batches and optimizers, K-FAC's settings, steps and their kinds."""
 
 import argparse
 import ast

@@ -1,7 +1,7 @@
-"""What decompositions of many small matrices take on a GPU: exactly, improved from a basis, and begun by iterations.
+"""Time of batched decompositions of small matrices on a GPU: exact, from a previous basis, and initial iterations.
 
-Milliseconds for all matrices of a batch; factors of rectified rows with a mean, as a network has them. ``off``: what
-ten iterations from the identity leave off the diagonal.
+Milliseconds for all matrices of a batch. The matrices are factors of rectified rows with a nonzero mean, as in a
+network. ``off``: the off-diagonal part that remains after ten iterations from the identity.
 """
 
 import argparse

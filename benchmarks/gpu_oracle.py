@@ -1,6 +1,6 @@
-"""K-FAC in float64 for one layer, straight from the formulas: what ``gpu_accuracy.py`` compares with.
+"""K-FAC in float64 for one layer, directly from the formulas: the reference of ``gpu_accuracy.py``.
 
-For convolutions without groups and Linear layers that see each example once. A: ``[I, I]``, G: ``[O, O]``, gradients
+For convolutions without groups and Linear layers with one row per example. A: ``[I, I]``, G: ``[O, O]``, gradients
 ``[O, I]``; features in the order of the weight, the bias last.
 """
 

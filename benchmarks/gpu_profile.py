@@ -1,12 +1,13 @@
 """Where does the time of a step with K-FAC go? Ordinary, factor and refresh steps of one case, by stage and by kernel.
 
-Not called ``profile.py``: scripts in this folder find each other by name, and it would take the place of the standard
-library's module of that name for all of them (``cProfile``, which torch uses, imports it).
+It is not called ``profile.py``, because scripts in this folder import each other by name, and it would shadow the
+standard library's module of that name (``cProfile``, which torch uses, imports it).
 
-Two passes over the same kinds of steps. The first runs without a profiler and waits after each step: seconds by stage
-as ``kfac.report()`` has them, and the host's time in each of K-FAC's hooks. The second runs under ``torch.profiler``,
-which slows the host down: kernels, launches and waits, told apart by the part of K-FAC that launched them, and a Chrome
-trace of one step of each kind. ``plain`` are steps of the same model before K-FAC is attached.
+There are two passes over the same kinds of steps. The first runs without a profiler and synchronizes after each step:
+it has the seconds by stage of ``kfac.report()`` and the host time in each of K-FAC's hooks. The second runs under
+``torch.profiler``, which slows the host down: it has kernels, launches and synchronizations by the part of K-FAC that
+caused them, and a Chrome trace of one step of each kind. ``plain`` steps are those of the model before K-FAC is
+attached.
 """
 
 import argparse

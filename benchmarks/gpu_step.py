@@ -1,14 +1,14 @@
 """What does a step with K-FAC cost on one GPU? Step times with and without it, in one run, in eager mode.
 
-THE ratio is that of mean step times: K-FAC's, over a whole number of inverse intervals (amortised), to those of the
-same optimizer without K-FAC. The host's speed varies, so blocks of steps with K-FAC and without take turns: each round
-is set against the mean of the plain blocks before and after, and what is reported is the median of the rounds. Steps
-are timed by CUDA events at the start of each, without waiting between steps. Memory, stages and kinds of steps are
-those of the first round, when the plain model was not there yet.
-A refresh that is not spread is one step in 100, which a 99th percentile just misses: the longest step stands beside it.
-Inputs are random, made once on the device: what is asked is what a step costs, not what is learned.
+The reported ratio is K-FAC's mean step time over a whole number of inverse intervals (amortized), divided by the mean
+step time of the same optimizer without K-FAC. The host's speed varies, so blocks of steps with and without K-FAC
+alternate: each round is compared with the mean of the plain blocks before and after it, and the result is the median
+over the rounds. Steps are timed with CUDA events at their start, without synchronization between steps. Memory, stages
+and kinds of steps are from the first round, before the plain model is created.
+A refresh that is not spread is one step in 100, which a 99th percentile just misses, so the longest step is reported
+too. Inputs are random and created once on the device: the benchmark measures step time, not learning.
 
-``--device cpu --tiny`` tries the script itself: stand-ins for the models, few steps, figures without meaning.
+``--device cpu --tiny`` is a smoke test of the script: small models, few steps, meaningless figures.
 """
 
 import argparse

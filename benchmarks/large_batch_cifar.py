@@ -1,11 +1,11 @@
-"""CIFAR-10, ResNet-20: what large batches cost SGD and K-FAC, and what adaptive staleness buys.
+"""CIFAR-10, ResNet-20: accuracy of SGD and K-FAC with large batches, and the benefit of adaptive staleness.
 
-``--study batches``: for each batch size SGD and K-FAC are tuned over as many settings each (``RATES``, ``DAMPINGS``) on
-5,000 held-out training images, seed 0, and the best is run with further seeds; K-FAC also in 60% of the steps. 30
-epochs, linear warm-up over a fifth and linear decay, label smoothing 0.1, weight decay 5e-4, Nesterov momentum 0.9, the
-same augmentation.
-``--study staleness``: at batch 1,024, or with ``--batches 4096`` at that, fixed intervals against intervals that follow
-the factors; refreshes are counted by factor. Several runs share a GPU as processes, so times are not comparable.
+``--study batches``: for each batch size, SGD and K-FAC are tuned over the same number of settings (``RATES``,
+``DAMPINGS``) on 5,000 held-out training images with seed 0, and the best setting is run with more seeds, K-FAC also
+with 60% of the steps. 30 epochs, linear warm-up over a fifth and linear decay, label smoothing 0.1, weight decay 5e-4,
+Nesterov momentum 0.9, the same augmentation.
+``--study staleness``: fixed intervals against intervals that depend on how factors change, at batch 1,024 or the size
+in ``--batches``; refreshes are counted by factor. Several processes share a GPU, so times are not comparable.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from machine import Machine, known_runs
 import dkfac
 from dkfac.config.experimental import EXPERIMENTAL_NAMES
 from dkfac.layers.find import find_layers
-from dkfac.tools.recipes.resnet import cifar_resnet
+from dkfac.tools.recipes.resnet import build_cifar_resnet
 
 EPOCHS = 30
 RATES = {
@@ -58,7 +58,7 @@ def settings_of(options: dict) -> dkfac.Settings:
 
 def train(config: dict, data: dict[str, torch.Tensor], device: str) -> dict:
     generator, data, held, used = cifar.begin(config, data, device)
-    model = cifar_resnet(20).to(device, memory_format=torch.channels_last)
+    model = build_cifar_resnet(20).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True, weight_decay=5e-4)
     kfac = None if config["kfac"] is None else dkfac.KFAC(model, optimizer, settings=settings_of(config["kfac"]))
     total = round(config["epochs"] * len(used) / config["batch"])
@@ -181,7 +181,7 @@ def staleness(machine: Machine, batch: int, seeds: int) -> dict:
     for label in kinds:
         runs = [r for r in done if r["config"]["label"] == label and "test" in r]
         if runs:
-            number = len(find_layers(cifar_resnet(20), dkfac.Settings(), None)[0]) * 2
+            number = len(find_layers(build_cifar_resnet(20), dkfac.Settings(), None)[0]) * 2
             refreshed = [r["refreshed_factors"] or r["refreshes"] * number for r in runs]
             tests = [r["test"] for r in runs]
             found[label] = {"median": statistics.median(tests), "tests": tests, "refreshes": refreshed}

@@ -1,7 +1,7 @@
-"""Is the learning rate that is best for an optimizer alone also a good one with dkfac's one line?
+"""Is the best learning rate of an optimizer alone also good with dkfac's one line?
 
-Tasks and optimizers of ``never_worse.py``, at multiples of their usual learning rate: the held-out loss at the end of
-each run, with the optimizer alone and with K-FAC, medians over seeds. The best rates should be within a factor of two.
+Tasks and optimizers of ``never_worse.py`` at multiples of their usual learning rate. Reports the final held-out loss
+with the optimizer alone and with K-FAC, medians over seeds. The best rates should be within a factor of two.
 """
 
 import argparse

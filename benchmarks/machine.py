@@ -1,7 +1,7 @@
-"""Processes that train what is asked for, several at a time on one device, until the time is up.
+"""Run a study in several processes on one device, within a time limit.
 
-A study that did not finish goes on where it was: runs in ``known``, as an earlier call wrote them, are not repeated.
-Each run is written down when it ends, a line in ``OUT.lines``, in case the study is stopped before its end.
+An interrupted study can be continued: runs in ``known``, from an earlier result file, are not repeated. Each run is
+appended to ``OUT.lines`` when it ends, in case the study is stopped early.
 """
 
 import gc

@@ -1,8 +1,9 @@
-"""What does K-FAC add to a model's memory? Bytes between steps, by what they are, without taking a step.
+"""How much memory does K-FAC add to a model? Bytes that it keeps between steps, by kind, without taking a step.
 
-Counted from the layers that K-FAC takes: it holds nothing else between steps but buffers as large as the gradients with
-``cuda_graph=True``. ``one_copy``: all factors as full float32 squares, the unit of the other figures. Adam's moments of
-those layers are K-FAC's with ``curvature="adam-eigen"``, and then not the optimizer's: nothing is added by them.
+Computed from the layers that K-FAC preconditions. It keeps nothing else between steps, except with ``cuda_graph=True``
+buffers as large as the gradients. ``one_copy``: all factors as full float32 squares, the unit of the other figures.
+With ``curvature="adam-eigen"``, K-FAC stores Adam's moments of these layers instead of the optimizer, so they add
+nothing.
 """
 
 import argparse

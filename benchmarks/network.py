@@ -1,9 +1,9 @@
-"""What does a step cost on several hosts joined by a slow network? SGD beside each strategy.
+"""Step time on several hosts with a slow network: SGD and each strategy.
 
-Each host is a network namespace with one rank; all hang on one bridge, and every link is shaped to ``--rate`` in both
-directions. All configurations live in the same processes and take turns, one block of steps each, so that noise of
-the machine hits all of them. A configuration is a strategy, with settings of its own where needed:
-``comm-opt:wire_dtype=float16,solver=eigen``. Needs root, ``ip`` and ``tc``; says so and skips where they are missing.
+Each host is a network namespace with one rank; all are connected to one bridge, and every link is limited to ``--rate``
+in both directions. All configurations run in the same processes and alternate in blocks of steps, so that noise of the
+machine affects all of them. A configuration is a strategy with optional settings:
+``comm-opt:wire_dtype=float16,solver=eigen``. Needs root, ``ip`` and ``tc``; without them it prints so and skips.
 """
 
 import argparse

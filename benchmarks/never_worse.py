@@ -1,10 +1,10 @@
 """At a user's own learning rate, is training with dkfac's one line ever worse than the optimizer alone?
 
 Each pair is a task and an optimizer at its usual learning rate, chosen with runs of the optimizer alone. With the same
-seed both runs see the same start and the same batches. Losses are of held-out examples, at 10, 25, 50 and 100 % of the
-steps. A point is within tolerance where K-FAC's median over the seeds is above the optimizer's by no more than 2 % or,
-where that is more, the spread of the optimizer's own seeds, (max - min) / median. The control is the optimizer alone
-with other seeds, judged in the same way: what chance makes of the counts.
+seed, both runs have the same initial weights and the same batches. Losses are measured on held-out examples, at 10, 25,
+50 and 100 % of the steps. A point is within tolerance if K-FAC's median over the seeds exceeds the optimizer's by at
+most 2 %, or by the spread of the optimizer's own seeds, (max - min) / median, if that is larger. The control is the
+optimizer alone with other seeds, compared in the same way: it shows the effect of chance on the counts.
 """
 
 import argparse

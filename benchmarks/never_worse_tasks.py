@@ -1,7 +1,8 @@
-"""For ``never_worse.py``: small models, as public training scripts write them, on data that needs no download.
+"""Tasks of ``never_worse.py``: small models in the style of public training scripts, on data that needs no download.
 
-Images are scikit-learn's digits, text is Python's standard library, the actor-critic's log is synthetic; no digit and
-no text is both trained on and held out. ``WordTransformer`` and ``super_resolution`` are PyTorch's examples, smaller.
+Images are scikit-learn's digits, text is Python's standard library, the log of the actor-critic is synthetic; training
+and held-out examples are disjoint. ``WordTransformer`` and ``super_resolution`` are smaller versions of PyTorch's
+examples.
 """
 
 import os
@@ -17,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from dkfac.tools.recipes.char_gpt import GPT, Block, read_text
-from dkfac.tools.recipes.resnet import Small
+from dkfac.tools.recipes.resnet import BasicBlock
 
 LIBRARY = Path(os.__file__).parent
 MODULES = ("argparse", "inspect", "tarfile", "turtle")
@@ -229,7 +230,7 @@ def cnn() -> nn.Sequential:
 
 def resnet() -> nn.Sequential:
     stem = (nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-    blocks = (Small(16, 16, 1), Small(16, 32, 2), Small(32, 32, 1))
+    blocks = (BasicBlock(16, 16, 1), BasicBlock(16, 32, 2), BasicBlock(32, 32, 1))
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 

@@ -1,8 +1,8 @@
-"""Norm layers' curvature: left to the optimizer, diagonal, 2x2 per channel, all channels together.
+"""Curvature of norm layers: none (left to the optimizer), diagonal, 2x2 per channel, one matrix for all channels.
 
-Memory: bytes of a ResNet-50's factors and decompositions of norm layers, by their shapes. Time: a step of a CIFAR
-ResNet-20 on one core, forms taking turns, factors measured and decomposed at each step. Effect: the digits, 5 epochs,
-judged on the validation images, at the learning rate of the recipe and at three times it.
+Memory: bytes of factors and decompositions of the norm layers of a ResNet-50, from their shapes. Time: a step of a
+CIFAR ResNet-20 on one core, with alternating forms, measuring and decomposing at each step. Effect: the digits for 5
+epochs, evaluated on the validation images, at the default learning rate and at three times it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import dkfac
 from dkfac.config.settings import Settings
 from dkfac.layers.find import find_layers
 from dkfac.tools.recipes import digits
-from dkfac.tools.recipes.resnet import cifar_resnet, resnet
+from dkfac.tools.recipes.resnet import build_cifar_resnet, build_resnet
 
 FORMS = ("off", "diagonal", "unit", "full")
 OPTIONS = {"announce": False, "damping": 1e-3}
@@ -32,7 +32,7 @@ def of_form(form: str) -> dict:
 def memory() -> dict:
     found = {}
     with torch.device("meta"):
-        model = resnet(50)
+        model = build_resnet(50)
     for form in FORMS:
         layers, _ = find_layers(model, Settings(**of_form(form)), None, meta=True)
         norms = [layer for layer in layers if layer.is_norm]
@@ -47,7 +47,7 @@ def times(rounds: int, batch: int) -> dict:
     x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     runs = {}
     for form in ("sgd", *FORMS):
-        model = cifar_resnet(20)
+        model = build_cifar_resnet(20)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if form != "sgd":
             rhythm = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None, "solver": "cholesky"}
@@ -67,11 +67,11 @@ def times(rounds: int, batch: int) -> dict:
 
 
 def effect(seeds: int) -> dict:
-    data, found = digits.load("validation"), {}
-    for lr in (digits.Recipe().lr, 3 * digits.Recipe().lr):
+    data, found = digits.load_digit_images("validation"), {}
+    for lr in (digits.DigitsConfig().lr, 3 * digits.DigitsConfig().lr):
         for form in FORMS:
             runs = [
-                digits.train(data, digits.Recipe(seed=seed, epochs=5, lr=lr), of_form(form) | OPTIONS)[-1]
+                digits.train_digits(data, digits.DigitsConfig(seed=seed, epochs=5, lr=lr), of_form(form) | OPTIONS)[-1]
                 for seed in range(seeds)
             ]
             found[f"{form} lr {lr:g}"] = [dataclasses.asdict(run) for run in runs]

@@ -1,7 +1,7 @@
 """The figures of docs/planner.md: predicted against measured, and scaling curves. No GPU cluster was measured for them.
 
-Scaling: the published cluster's constants (``spd-kfac-64``), eight ranks to a host; other numbers of ranks than 64 are
-extrapolated by the steps of a ring.
+Scaling: constants of the published cluster (``spd-kfac-64``) with eight ranks per host; numbers of ranks other than 64
+are extrapolated with the ring algorithm.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from dkfac.plan.models import MODELS, work_of
 from dkfac.plan.preset import load_cluster
 from dkfac.plan.search import predict
 from dkfac.plan.timeline import Span, Timeline
-from dkfac.tools.charts import gantt
+from dkfac.tools.charts import draw_gantt
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -82,7 +82,7 @@ def pictures(path: pathlib.Path, model: str) -> dict:
             timeline = Timeline(spans, max(span.end for span in spans))
             drawn.append((f"{name}, {kind}", timeline))
             stages[f"{name}, {kind}"] = {"seconds": timeline.seconds, "busy_rank_0": timeline.busy(0)}
-    gantt(drawn, path)
+    draw_gantt(drawn, path)
     return stages
 
 

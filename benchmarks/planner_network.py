@@ -1,8 +1,9 @@
-"""Are the planner's predictions right? Hosts in network namespaces, as in ``network.py``: predicted beside measured.
+"""Are the planner's predictions right? Predicted and measured step times, with hosts in network namespaces.
 
-In every host ``dkfac measure`` runs first: links by collective, linear algebra on rank 0 alone, how ranks slow each
-other down on the machine's cores, how fast transfers are beside work. The model's own passes, and its measuring of
-factors, are timed on rank 0 alone. Then each strategy's step is predicted, and measured in blocks that take turns.
+The hosts are those of ``network.py``. ``dkfac measure`` runs first: links by collective, linear algebra on rank 0
+alone, how much ranks slow each other down on shared cores, and how much of a transfer overlaps with compute. The
+model's own passes and the measuring of factors are timed on rank 0 alone. Then the step of each strategy is predicted,
+and measured in alternating blocks.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from dkfac.plan.models import scaled
 from dkfac.plan.search import predict
 from dkfac.plan.simulate import Work
 from dkfac.tools.measure.compute import seconds_of
-from dkfac.tools.measure.machine import measure
+from dkfac.tools.measure.machine import measure_cluster
 from dkfac.tools.measure.model import shapes_of
 from dkfac.tools.measure.record import Recorder
 
@@ -71,7 +72,7 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     begin = time.perf_counter()
-    cluster = measure(CPU, ranks_per_host=1, say=lambda text: print(text, file=sys.stderr, flush=True))
+    cluster = measure_cluster(CPU, ranks_per_host=1, say=lambda text: print(text, file=sys.stderr, flush=True))
     cost = time.perf_counter() - begin
     models = {}
     print(f"measured in {cost:.0f} s: {cluster.slots} slots, hidden {cluster.hidden}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Draw docs/cifar_optimizers.png from the committed results of benchmarks/cifar_optimizers.py.
 
-Above: validation accuracy as it was trained, against epochs; below: against seconds, with the step times that were
-measured apart. The mean of the seeds; K-FAC in three quarters of the epochs, the others in all of them. Dots: the
-median test accuracy at the end, with the least and the largest; rings: that of the same in other numbers of epochs.
+Upper row: validation accuracy during training against epochs; lower row: against seconds, with separately measured step
+times. Lines: means over the seeds; K-FAC with three quarters of the epochs, the others with all of them. Dots: median
+final test accuracy, with minimum and maximum; rings: the same for other numbers of epochs.
 """
 
 import json

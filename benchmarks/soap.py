@@ -1,8 +1,8 @@
-"""SOAP, written out to compare with: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024).
+"""A reference implementation of SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024).
 
 For matrices: L and R are averages of ``g g^T`` and ``g^T g``; every ``frequency`` steps their bases take one step of
 power iteration and a QR. Momentum is kept in weight space and rotated, the second moment in the basis. The first
-gradient only starts the averages. Everything else is stepped by AdamW's rule.
+gradient only initializes the averages. All other parameters are updated with AdamW's rule.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Does the simulator predict a cluster it has not seen? The table of SPD-KFAC (ICDCS'21): 64 GPUs, three algorithms.
 
-Times of forward and backward, of the gradients' communication and of the factors' computation belong to those GPUs and
-are inputs. The constants of communication and inversion are fitted on ResNet-50's rows alone; ResNet-152 is predicted.
+The published times of forward and backward, of gradient communication and of factor computation are inputs. The
+constants of communication and inversion are fitted on ResNet-50's rows only; ResNet-152 is predicted.
 """
 
 import argparse

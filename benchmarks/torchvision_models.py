@@ -1,8 +1,8 @@
 """Do all 24 torchvision classifiers train with K-FAC? 20 steps each on one fixed batch.
 
 A model passes if no step raises and the mean loss of the last five steps is below that of the first five. With
-``--sgd`` the same steps without K-FAC stand beside it.
-Images are random, labels too: what is asked is whether K-FAC runs and descends, not what is learned.
+``--sgd`` the same steps are also taken without K-FAC.
+Images and labels are random: the benchmark checks that K-FAC runs and the loss decreases, not what is learned.
 """
 
 import argparse

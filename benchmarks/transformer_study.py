@@ -1,10 +1,10 @@
-"""What optimizers make of a small transformer: AdamW, Muon, SOAP, K-FAC into AdamW and Adam in K-FAC's eigenbasis.
+"""Compare optimizers on a small transformer: AdamW, Muon, SOAP, K-FAC into AdamW, Adam in the eigenbasis of K-FAC.
 
-Runs take all steps or a fraction of them, with the schedule shortened: how many steps does an optimizer need for
-AdamW's loss? For each number of steps every optimizer gets the same number of learning rates (``GRIDS``); the best by
-validation loss is run with further seeds. Several runs share the machine, so times are measured apart: whole runs
-without validation, one after the other, nothing else running; the least of ``--rounds``, so without compiling.
-``char_gpt.py`` and ``cifar_vit.py`` bring the tasks. ``adam-eigen@name`` is adam-eigen with options of its own.
+Runs take all steps or a fraction of them with a shortened schedule: how many steps does an optimizer need to reach
+AdamW's loss? For each number of steps, every optimizer gets the same number of learning rates (``GRIDS``); the best one
+by validation loss is repeated with more seeds. Several runs share the machine, so times are measured separately: whole
+runs without validation, one after the other on an idle machine, the minimum of ``--rounds``, so that compilation does
+not count. ``char_gpt.py`` and ``cifar_vit.py`` define the tasks. ``adam-eigen@name`` is adam-eigen with other options.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""K-FAC without an optimizer: precondition the gradients, look at them, and apply the update yourself.
+"""K-FAC without an optimizer: precondition the gradients, inspect them, and apply the update yourself.
 
 python examples/by_hand.py [STEPS]
 """

@@ -1,4 +1,4 @@
-"""An ordinary training script with one line added: K-FAC takes over the direction of the optimizer's steps.
+"""An ordinary training script with one added line: K-FAC preconditions the optimizer's steps.
 
 python examples/one_line.py [EPOCHS]
 """

@@ -140,7 +140,7 @@ def in_pieces(module, whole, block_dim):
         if len(places) == 1:
             result[key] = whole[key]
             continue
-        if key == "A" and ref._folds_bias(module):
+        if key == "A" and ref.folds_bias(module):
             places.pop()
         matrix = whole[key].reshape(groups, sum(widths[key]), -1)
         blocks = [[matrix[b, here, here] for here in places] for b in range(groups)]
@@ -166,7 +166,7 @@ def whole_matrices(module, found, block_dim):
             result[key] = value.reshape(groups, widths[key][0], widths[key][0]).clone()
             continue
         matrix = value.new_zeros(groups, sum(widths[key]), sum(widths[key]))
-        if key == "A" and ref._folds_bias(module):
+        if key == "A" and ref.folds_bias(module):
             places.pop()
             matrix[:, -1, -1] = 1.0
         first = places[0].stop

@@ -155,7 +155,7 @@ def oracle_factors(
             examples = None if batchwise else 1
             x_hat = torch.cat([ref.normalised(module, a, examples) for a, _ in calls])
             g = torch.cat([ref.norm_rows(module, g, examples) for _, g in calls])
-            result[name] = {"F": ref.norm_factor(x_hat, g, terms, form, ref._folds_bias(module))}
+            result[name] = {"F": ref.norm_factor(x_hat, g, terms, form, ref.folds_bias(module))}
         else:
             result[name] = ref.factors(ref.all_rows(module, recorded[name]), terms, sharing)
             if isinstance(module, nn.Embedding):

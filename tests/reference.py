@@ -82,7 +82,7 @@ def per_example(model: nn.Module, loss_fn: Callable, inputs, targets, layers: li
 # 2. Rows, and gradients as matrices
 
 
-def _folds_bias(module: nn.Module) -> bool:
+def folds_bias(module: nn.Module) -> bool:
     bias = getattr(module, "bias", None)
     return bias is not None and bias.requires_grad
 
@@ -134,7 +134,7 @@ def rows(module: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         a_rows, g_rows = x.reshape(1, -1, x.shape[-1]), g.reshape(1, -1, g.shape[-1])
     else:
         raise TypeError(f"no rows for {type(module).__name__}")
-    if _folds_bias(module):
+    if folds_bias(module):
         a_rows = torch.cat([a_rows, torch.ones_like(a_rows[:, :, :1])], dim=2)
     return a_rows, g_rows
 
@@ -147,12 +147,12 @@ def all_rows(module: nn.Module, examples):
 def gradient_blocks(module: nn.Module) -> Tensor:
     """Return the ``.grad`` as ``[B, O, I]``, the bias last; of a norm layer as ``[pC]``, gammas first."""
     if isinstance(module, NORMS):
-        parts = [module.weight.grad, *([module.bias.grad] if _folds_bias(module) else [])]
+        parts = [module.weight.grad, *([module.bias.grad] if folds_bias(module) else [])]
         return torch.cat([part.flatten() for part in parts])
     weight = module.weight.grad.T if _is_transposed(module) else module.weight.grad
     blocks = getattr(module, "groups", 1)
     matrix = weight.reshape(blocks, weight.shape[0] // blocks, -1)
-    if _folds_bias(module):
+    if folds_bias(module):
         matrix = torch.cat([matrix, module.bias.grad.reshape(blocks, -1, 1)], dim=2)
     return matrix
 
@@ -161,13 +161,13 @@ def set_gradient_blocks(module: nn.Module, matrix: Tensor) -> None:
     """The inverse of ``gradient_blocks``."""
     if isinstance(module, NORMS):
         weight, bias = matrix[: module.weight.numel()], matrix[module.weight.numel() :]
-    elif _folds_bias(module):
+    elif folds_bias(module):
         weight, bias = matrix[:, :, :-1], matrix[:, :, -1]
     else:
         weight, bias = matrix, None
     weight = weight[0].T if _is_transposed(module) else weight
     module.weight.grad = weight.reshape(module.weight.shape).clone()
-    if _folds_bias(module):
+    if folds_bias(module):
         module.bias.grad = bias.reshape(module.bias.shape).clone()
 
 
@@ -244,7 +244,7 @@ def layer_pieces(module: nn.Module, block_dim: int | None) -> dict[str, list[int
     """
     weight = module.weight.T if _is_transposed(module) else module.weight
     out, inputs = weight.shape[0] // getattr(module, "groups", 1), weight[0].numel()
-    bias = int(_folds_bias(module))
+    bias = int(folds_bias(module))
     result = {"A": [inputs + bias], "G": [out]}
     if block_dim is not None and out > block_dim:
         result["G"] = piece_widths(out, 1, block_dim)
@@ -271,7 +271,7 @@ def cut_factors(module: nn.Module, whole: dict[str, Tensor], block_dim: int | No
     """Return A and G in pieces; the A of a bias that is cut off is the number 1."""
     widths = layer_pieces(module, block_dim)
     result = {key: keep_pieces(whole[key], widths[key]) for key in ("A", "G")}
-    if _folds_bias(module) and len(widths["A"]) > 1:
+    if folds_bias(module) and len(widths["A"]) > 1:
         result["A"][:, -1, -1] = 1.0
     return result
 
@@ -500,7 +500,7 @@ class ReferenceSettings:
     momentum: float = 0.0
 
 
-def _running(old, batch: Tensor, decay: float):
+def averaged(old, batch: Tensor, decay: float):
     value, weight = old or (torch.zeros_like(batch), 0.0)
     return decay * value + batch, decay * weight + 1.0
 
@@ -571,7 +571,7 @@ class ReferenceKFAC:
                 calls = list(itertools.chain(*recorded[name]))
                 x_hat = [normalised(module, x, 1)[0] for x, _ in calls]
                 g = [norm_rows(module, g, 1)[0] for _, g in calls]
-                new = {"F": norm_factor(x_hat, g, terms, s.norm_form, _folds_bias(module))}
+                new = {"F": norm_factor(x_hat, g, terms, s.norm_form, folds_bias(module))}
             else:
                 example_rows = all_rows(module, recorded[name])
                 new = factors(example_rows, terms, s.weight_sharing)
@@ -582,7 +582,7 @@ class ReferenceKFAC:
                 if s.curvature == "ekfac" and has_moments and name in self.basis:
                     new["moments"] = ekfac_moments(example_rows, *self.basis[name], terms)
             for key, batch in new.items():
-                running[key] = _running(running.get(key), batch, s.factor_decay)
+                running[key] = averaged(running.get(key), batch, s.factor_decay)
 
     def _refresh(self, name: str) -> None:
         running = self.running[name]
@@ -637,7 +637,7 @@ class ReferenceKFAC:
         blocks = zip(used["A"], used["G"], grad, strict=True)
         if s.solver == "cholesky":
             module = self.modules[name]
-            leaves = _folds_bias(module) and len(layer_pieces(module, s.block_dim)["A"]) > 1
+            leaves = folds_bias(module) and len(layer_pieces(module, s.block_dim)["A"]) > 1
             return torch.stack([factored_precondition(*block, damping, leaves_bias=leaves) for block in blocks])
         return torch.stack([dense_precondition(*block, damping) for block in blocks])
 

@@ -302,7 +302,7 @@ def figures() -> dict[str, list[str]]:
         choose.append(f"| {title} | {' '.join(cells)}")
     shares = [table["adam-eigen x0.5"]["seconds"] / table["adamw x1"]["seconds"] for table in pair]
     choose.append("in {:.2f} of the time, on the GPT by the mean of seeds".format(*shares))
-    choose.append(f"seeds that lie 0.12 apart and in {shares[1]:.2f} of it. Held tighter")
+    choose.append(f"seeds that lie 0.12 apart and in {shares[1]:.2f} of it. With a tighter limit")
     half = result("char_gpt_small_half_h200")
     adamw, *short = (half["table"][name] for name in ("adamw x1", "adam-eigen@2e-5 x0.5", "adam-eigen@2e-5 x0.45"))
     choose.append(f"ends at {short[0]['loss']:.3f} in half the steps and at {short[1]['loss']:.3f}")
@@ -324,7 +324,7 @@ def figures() -> dict[str, list[str]]:
         choose.append(f"{title} | {' '.join(cells)}")
     choose.append(f"AdamW {stale['adamw x1']['loss']:.3f} in {stale['adamw x1']['seconds']:.1f} s")
     ends = [long[f"adam-eigen@{name} x1"]["loss"] for name in ("5/5", "20/20", "10/100")]
-    choose.append("{:.3f} every 5 steps, {:.3f} in the default rhythm, {:.3f} at 10/100".format(*ends))
+    choose.append("{:.3f} every 5 steps, {:.3f} with the default intervals, {:.3f} at 10/100".format(*ends))
     whole = {r["config"]["options"]["inverse_interval"]: r["final"] for r in result("char_gpt_clips_h200")["runs"]
              if r["config"]["steps"] == 500}  # fmt: skip
     choose.append(f"{whole[10]:.3f} at 1/10, {whole[100]:.3f} at 10/100; three seeds")

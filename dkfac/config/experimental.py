@@ -1,7 +1,7 @@
-"""Settings that the studies of this project could not show to pay: ``KFAC(..., experimental={"staleness": "change"})``.
+"""Settings whose benefit this project's studies could not show: ``KFAC(..., experimental={"staleness": "change"})``.
 
-They may change or go without notice. The class is also :class:`dkfac.experimental.settings.ExperimentalSettings`; it is
-defined here because ``Settings`` holds one and imports no torch.
+Input: options by name. Output: a frozen ``ExperimentalSettings``, or an error. Owns: nothing. They may change without
+notice. The class is also in :mod:`dkfac.experimental.settings`; ``Settings``, which imports no torch, contains one.
 """
 
 from __future__ import annotations
@@ -27,55 +27,54 @@ class ExperimentalSettings:
     # fmt: off
     staleness: StalenessMode = row.choice(
         "fixed", StalenessMode, "experimental",
-        '`"change"`: each factor is measured and decomposed at intervals of its own, instead of those of the settings, '
-        'which grow while the batch factors of refreshes are alike and shrink when they are not. `"basis"`: while the '
-        "running factor is near diagonal in the last bases.",
-        "it decides when statistics are refreshed")
+        '`"change"`: each factor has its own interval for measuring and decomposing, which grows while the batch '
+        'factors of consecutive refreshes are similar and shrinks when they are not. `"basis"`: the interval grows '
+        "while the running factor is nearly diagonal in its last eigenbasis.",
+        "it determines when statistics are refreshed")
     staleness_threshold: float = row.numeric(
         0.1, "experimental", "`staleness`: relative change up to which a factor counts as unchanged.",
-        "at 0 nothing is ever what it was", low=0, open_low=True)
+        "at 0, every factor would count as changed", low=0, open_low=True)
     staleness_min_rows: int = row.integer(
         1024, 1, "experimental",
-        "`staleness`: rows that a refresh of a factor measures, over several steps if need be: a few rows are noise.",
+        "`staleness`: minimum rows that a refresh of a factor measures, over several steps if needed: few are noisy.",
         "it counts examples or positions")
     max_interval: int = row.integer(
         200, 1, "experimental", "`staleness`: the longest interval of a factor.", "it counts steps")
     basis_dtype: BasisDtype = row.choice(
         "float32", BasisDtype, "experimental",
-        '`"bfloat16"` keeps eigenbases in half the memory, except for float64 models; not with `curvature="kfac"`.',
-        "eigenbases are kept in it")
+        '`"bfloat16"` stores eigenbases in half the memory, except for float64 models; not with `curvature="kfac"`.',
+        "eigenbases are stored in it")
     inverse_backend: InverseBackend = row.choice(
         "auto", InverseBackend, "experimental",
-        "`inverse_lag`: where decompositions are computed: on a stream of their own, on CPU threads, or, to compare "
-        'with, in the step itself. `"auto"`: a stream on a GPU where nothing rounds its products to TF32, CPU threads '
-        "elsewhere.",
-        "it decides where decompositions are computed")
+        "`inverse_lag`: where decompositions are computed: on a separate CUDA stream, on CPU threads or, for "
+        'comparison, in the step itself. `"auto"`: a stream on a GPU if TF32 is off, CPU threads otherwise.',
+        "it determines where decompositions are computed")
     replicate_factors: bool = row.flag(
         False, "experimental",
-        "Keep running factors on every rank, as the papers do, instead of where they are decomposed.")
+        "Store running factors on every rank, as the papers do, instead of only where they are decomposed.")
     wire_form: WireForm = row.choice(
         "sums", WireForm, "experimental",
-        '`"rows"`: where the rows of a Linear layer on a rank are fewer than half the dimension of a factor (small '
-        "batches, wide layers), they travel instead of the sum of their products.",
-        "it decides what travels of a factor")
+        '`"rows"`: if a rank has fewer rows of a Linear layer than half the dimension of a factor (small batches, wide '
+        "layers), it sends the rows instead of the sum of their outer products.",
+        "it determines how a factor is sent")
     overlap: bool = row.flag(
         False, "experimental",
-        "Reduce factors during forward and backward instead of after them; the numbers are the same.")
+        "Reduce factors during forward and backward instead of after them; results are the same.")
     fusion: Fusion | None = row.choice(
         None, Fusion, "experimental",
-        'Which factors are reduced together: all (`"one"`), as soon as it pays (`"optimal"`), or by the rule of '
-        "SPD-KFAC. None: all, or, with `overlap`, as soon as it pays.",
-        "it decides which factors are reduced together", optional=True)
+        'Which factors share one reduction: all (`"one"`), the buckets with the lowest estimated cost (`"optimal"`), '
+        'or the buckets of SPD-KFAC\'s rule (`"spd"`). None: `"one"`, or `"optimal"` with `overlap`.',
+        "it determines which factors share one reduction", optional=True)
     norm_form: JointNormForm | None = row.choice(
         None, JointNormForm, "experimental",
-        'Curvature of norm layers, instead of the setting `norm_form`: all channels together (`"full"`), or '
+        'Curvature of norm layers, instead of the setting `norm_form`: one matrix for all channels (`"full"`), or its '
         '`"diagonal"`.',
-        "it decides the curvature of norm layers", optional=True)
+        "it determines the curvature of norm layers", optional=True)
     flattened: Mapping[str, int] | None = row.other(
         None, "experimental",
-        "Linear layers on flattened maps, by name, with the number of channels, instead of the setting `flattened`.",
+        "Names of Linear layers on flattened feature maps with their channels; overrides the setting `flattened`.",
         "A is factored by channels and positions", optional=True, accepts=convert.are_channels,
-        words="a mapping from layers to channels, 2 or more")
+        words="a mapping from layer names to numbers of channels >= 2")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ EXPERIMENTAL_NAMES = tuple(field.name for field in fields(ExperimentalSettings))
 
 
 def as_experimental(value: Any) -> Any:
-    """Return the settings of a mapping as one object."""
+    """Return a mapping converted to ``ExperimentalSettings``; other values unchanged."""
     if not isinstance(value, Mapping):
         return value
     unknown = [name for name in value if name not in EXPERIMENTAL_NAMES]
@@ -98,14 +97,14 @@ def as_experimental(value: Any) -> Any:
 
 
 def move_old_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with those that used to be settings of their own moved to ``experimental``, with a warning."""
+    """Return the options with former settings moved to ``experimental``, with a FutureWarning."""
     moved = {name: value for name, value in options.items() if is_old(name, value)}
     if not moved:
         return dict(options)
     names = ", ".join(repr(name) for name in moved)
     warnings.warn(
         f"settings {names} are experimental: use experimental={moved!r} (--set experimental.NAME=VALUE); the old "
-        f"keywords will go in the next release",
+        f"keywords will be removed in the next release",
         FutureWarning,
         stacklevel=4,
     )
@@ -115,12 +114,12 @@ def move_old_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
         return kept | {"experimental": replace(given, **moved)}
     twice = [name for name in moved if name in given]
     if twice:
-        raise ValueError(f"{twice[0]} is given twice, by name and in experimental={given!r}: leave one out")
+        raise ValueError(f"{twice[0]} is given twice, by name and in experimental={given!r}: remove one")
     return kept | {"experimental": {**given, **moved}}
 
 
 def is_old(name: str, value: Any) -> bool:
-    """Whether an option is an experimental setting given by name; ``norm_form`` and ``flattened`` are by value."""
+    """Return whether an option is an experimental setting; ``norm_form`` and ``flattened`` are for some values only."""
     if name == "norm_form":
         return value in ("full", "diagonal")
     if name == "flattened":

@@ -1,8 +1,8 @@
-"""Which settings do not go together: one table, a row for each restriction with its reason and the remedy.
+"""Settings that cannot be combined: one table, with the reason and the remedy for each restriction.
 
-In: settings. Out: an error, or nothing. Owns nothing and writes nothing.
+Input: settings. Output: an error, or nothing. Owns: the table.
 
-What is refused elsewhere needs more than the settings: names in ``skip`` and ``flattened`` need the model
+Checks that need more than the settings are elsewhere: names in ``skip`` and ``flattened`` need the model
 (layers/find.py), ``worker_fraction`` the number of ranks (plan/make.py), ``fisher_loss`` the shape of the output
 (capture/fisher.py), uneven inputs the plan (kfac.py).
 """
@@ -19,24 +19,24 @@ Where = Literal["always", "without an optimizer", "with roles"]
 @dataclass(frozen=True, slots=True)
 class Restriction:
     names: tuple[str, ...]
-    """The settings concerned."""
+    """The settings involved."""
     when: Callable[[Any], bool]
-    """Whether settings are refused. They are a ``Settings``, which checks itself and so cannot be imported here."""
+    """Returns whether a ``Settings`` is refused. Its type cannot be imported here, because it calls this module."""
     message: str
-    """What is said; ``{s.damping}`` is the value of a setting."""
+    """The error message; ``{s.damping}`` is replaced by the value of a setting."""
     where: Where = "always"
 
 
 def check_combinations(settings: Any, where: Where = "always") -> None:
-    """Refuse the first combination of settings that the table refuses."""
+    """Raise ValueError for the first combination of settings that the table does not allow."""
     for row in RESTRICTIONS:
         if row.where == where and row.when(settings):
             raise ValueError(row.message.format(s=settings))
 
 
 def _not_with_staleness(name: str, shown: str, when: Callable[[Any], bool], *kinds: str) -> Restriction:
-    """With ``staleness`` factors are measured, and decomposed, not all at once."""
-    message = f'staleness="{{s.experimental.staleness}}" does not go with {shown}: leave one of them out'
+    """Return a restriction for ``staleness``, with which not all factors are measured and decomposed at once."""
+    message = f'staleness="{{s.experimental.staleness}}" cannot be combined with {shown}: remove one of them'
     chosen = kinds or ("change", "basis")
     return Restriction(("staleness", name), lambda s: s.experimental.staleness in chosen and when(s), message)
 
@@ -63,53 +63,54 @@ RESTRICTIONS: tuple[Restriction, ...] = (
     Restriction(
         ("overlap", "wire_dtype"),
         lambda s: s.experimental.overlap and s.wire_dtype == "float16",
-        'overlap=True with wire_dtype="float16": sums leave before all ranks know how large they are, and float16 has '
-        'little range; use "bfloat16"',
+        'overlap=True with wire_dtype="float16": sums are sent before the ranks can agree on a scale, and float16 may '
+        'overflow; use "bfloat16"',
     ),
     Restriction(
         ("overlap", "fisher"),
         lambda s: s.experimental.overlap and s.fisher != "empirical",
-        'overlap=True has no effect with fisher="{s.fisher}", whose gradients come after the backward pass: leave '
-        'overlap out, or use fisher="empirical"',
+        'overlap=True has no effect with fisher="{s.fisher}", whose gradients are computed after the backward pass: '
+        'omit overlap, or use fisher="empirical"',
     ),
     Restriction(
         ("wire_form", "weight_sharing", "fisher"),
         lambda s: s.experimental.wire_form == "rows" and (s.weight_sharing == "reduce" or s.fisher != "empirical"),
-        'wire_form="rows" sends the rows of the training backward: it goes with weight_sharing="expand" and '
+        'wire_form="rows" sends the rows of the training backward: it requires weight_sharing="expand" and '
         'fisher="empirical"',
     ),
     Restriction(
         ("cluster", "strategy"),
         lambda s: s.cluster is not None and s.strategy != "auto",
-        'cluster={s.cluster!r} is what strategy="auto" chooses by; strategy is {s.strategy!r}',
+        'cluster={s.cluster!r} is used only by strategy="auto"; strategy is {s.strategy!r}',
     ),
     Restriction(
         ("worker_fraction", "strategy"),
         lambda s: s.worker_fraction is not None and s.strategy != "hybrid-opt",
-        'worker_fraction={s.worker_fraction} is used by strategy="hybrid-opt" alone; strategy is {s.strategy!r}',
+        'worker_fraction={s.worker_fraction} is used only by strategy="hybrid-opt"; strategy is {s.strategy!r}',
     ),
-    # Decompositions beside the steps
+    # Decompositions in the background
     Restriction(
         ("inverse_backend", "inverse_lag"),
         lambda s: s.experimental.inverse_backend != "auto" and not s.inverse_lag,
-        "inverse_backend={s.experimental.inverse_backend!r} is for inverse_lag > 0: without a lag, work is in the step",
+        "inverse_backend={s.experimental.inverse_backend!r} requires inverse_lag > 0: without a lag, decompositions "
+        "are computed in the step",
     ),
     Restriction(
         ("inverse_lag", "inverse_interval", "warmup_refresh"),
         lambda s: s.inverse_lag > 0 and s.inverse_lag > s.shortest_interval,
         "inverse_lag={s.inverse_lag} is more than the shortest interval between refreshes, {s.shortest_interval} "
-        "(inverse_interval={s.inverse_interval}, warmup_refresh={s.warmup_refresh}): results would overtake each other",
+        "(inverse_interval={s.inverse_interval}, warmup_refresh={s.warmup_refresh}): refreshes would overlap",
     ),
     Restriction(
         ("inverse_lag", "spread_refresh"),
         lambda s: s.inverse_lag > 0 and s.spread_refresh > 1,
-        "inverse_lag={s.inverse_lag} does not go with spread_refresh={s.spread_refresh}: leave one out",
+        "inverse_lag={s.inverse_lag} cannot be combined with spread_refresh={s.spread_refresh}: remove one",
     ),
     Restriction(
         ("inverse_backend", "tf32"),
         lambda s: s.experimental.inverse_backend == "stream" and s.tf32,
-        'inverse_backend="stream" does not go with tf32=True, whose switch is the process\'s: what is decomposed '
-        'beside a step would be rounded with it; use inverse_backend="threads"',
+        'inverse_backend="stream" cannot be combined with tf32=True, which applies to the whole process: background '
+        'decompositions would be rounded to TF32; use inverse_backend="threads"',
     ),
     # Intervals of each factor
     _not_with_staleness("overlap", "overlap=True", lambda s: s.experimental.overlap),
@@ -127,53 +128,52 @@ RESTRICTIONS: tuple[Restriction, ...] = (
     Restriction(
         ("fisher_fraction", "fisher"),
         lambda s: s.fisher_fraction != 1 and s.fisher != "sampled",
-        'fisher_fraction={s.fisher_fraction} is used by fisher="sampled" alone',
+        'fisher_fraction={s.fisher_fraction} is used only by fisher="sampled"',
     ),
     Restriction(
         ("fisher", "fisher_loss"),
         lambda s: s.fisher != "empirical" and s.fisher_loss is None,
-        'fisher="{s.fisher}" needs fisher_loss="cross-entropy", "bernoulli" or "mse": what the model\'s output '
-        "predicts cannot be read off a backward pass",
+        'fisher="{s.fisher}" needs fisher_loss="cross-entropy", "bernoulli" or "mse": the distribution that the '
+        "model's output predicts cannot be inferred from a backward pass",
     ),
     Restriction(
         ("flattened", "solver"),
         lambda s: s.experimental.flattened is not None and s.solver == "cholesky",
-        'flattened={{...}} with solver="cholesky": three factors are damped by their eigenvalues; use "eigen" or '
+        'flattened={{...}} with solver="cholesky": damping three factors needs their eigenvalues; use "eigen" or '
         '"warm-eigen"',
     ),
     # Curvature
     Restriction(
         ("rescale", "curvature"),
         lambda s: s.curvature == "adaptive" and s.rescale != "none",
-        'rescale={s.rescale!r} with curvature="adaptive", whose steps have the length of the optimizer\'s own; leave '
-        "rescale out",
+        'rescale={s.rescale!r} with curvature="adaptive": its updates have the length of the optimizer\'s own; omit '
+        "rescale",
     ),
     Restriction(
         ("rescale", "curvature"),
         lambda s: s.curvature == "adam-eigen" and s.rescale not in ("none", "kl-clip"),
-        'rescale={s.rescale!r} with curvature="adam-eigen": the length of the step is Adam\'s, at most held back by '
-        '"kl-clip"; leave rescale out',
+        'rescale={s.rescale!r} with curvature="adam-eigen": the length of the step is Adam\'s, which only "kl-clip" '
+        "may shorten; omit rescale",
     ),
     Restriction(
         ("basis_dtype", "curvature"),
         lambda s: s.experimental.basis_dtype != "float32" and s.curvature in ("kfac", "ekfac"),
-        'basis_dtype={s.experimental.basis_dtype!r} goes with curvature="adaptive" or "adam-eigen": where gradients '
-        "are divided by small eigenvalues, what is rounded in a basis is divided with them",
+        'basis_dtype={s.experimental.basis_dtype!r} requires curvature="adaptive" or "adam-eigen": dividing by small '
+        "eigenvalues would amplify the rounding errors of the basis",
     ),
     Restriction(
         ("cuda_graph", "rescale", "curvature"),
         lambda s: s.cuda_graph and (s.curvature == "ekfac" or (s.rescale == "kl-clip" and s.curvature == "kfac")),
-        'cuda_graph=True goes with rescale="norm", "norm-global", "norm-kl" or "none" and curvature="adaptive", "kfac" '
-        'or "adam-eigen", not with {s.rescale!r} and {s.curvature!r}: what the others use is not the same from step to '
-        "step",
+        'cuda_graph=True requires rescale="norm", "norm-global", "norm-kl" or "none" and curvature="adaptive", "kfac" '
+        'or "adam-eigen", not {s.rescale!r} and {s.curvature!r}: their inputs change from step to step',
     ),
     Restriction(
         ("curvature", "solver"),
         lambda s: s.curvature in ("ekfac", "adam-eigen", "adaptive") and s.solver == "cholesky",
-        'curvature="{s.curvature}" lives in eigenbases, which solver="cholesky" does not compute; use solver="eigen" '
-        'or "warm-eigen"',
+        'curvature="{s.curvature}" needs eigenbases, which solver="cholesky" does not compute; use solver="eigen" or '
+        '"warm-eigen"',
     ),
-    # With what KFAC is given beside settings
+    # Restrictions that depend on other arguments of KFAC
     Restriction(
         ("share",),
         lambda s: s.share == "weights",
@@ -184,8 +184,8 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         ("share", "curvature", "fisher", "staleness", "strategy", "spread_refresh"),
         lambda s: s.share == "weights" or s.curvature == "ekfac" or s.fisher != "empirical"
         or s.experimental.staleness != "fixed" or s.strategy not in ("auto", "replicated") or s.spread_refresh > 1,
-        'roles go with curvature="adaptive", "adam-eigen" or "kfac", fisher="empirical", share="gradients", '
-        'staleness="fixed", and need no strategy or spread_refresh: helpers measure and decompose',
+        'roles require curvature="adaptive", "adam-eigen" or "kfac", fisher="empirical", share="gradients" and '
+        'staleness="fixed", without strategy and spread_refresh: helpers measure and decompose',
         "with roles",
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 
 QUIET_STEPS = 200
-"""Number of steps before anything is judged."""
+"""Number of steps before the first check."""
 MOSTLY = 0.95
 """Share of clipped steps above which the clip, not the learning rate, determines the step length."""
 
@@ -27,7 +27,7 @@ class Diagnostics:
     def look(
         self, step: int, *, kfac_seconds: float, dominated_share: float, clipped_share: Callable[[], float]
     ) -> None:
-        """Judge the run so far.
+        """Check the run so far and warn about problems.
 
         ``kfac_seconds`` is the time spent inside K-FAC. ``dominated_share`` is the share of layers whose damping
         exceeds their largest eigenvalue. ``clipped_share`` returns the share of steps that the KL clip shortened; it is
@@ -45,14 +45,14 @@ class Diagnostics:
             self._warn(
                 "time",
                 f"it takes {ours / elapsed:.0%} of the time of a step ({elapsed / max(elapsed - ours, 1e-9):.1f} times "
-                f'the step without it). Larger factor_interval and inverse_interval, solver="warm-eigen" or a smaller '
-                f"max_dim make it cheaper",
+                f"the step without it). To make it cheaper, use a larger factor_interval and inverse_interval, "
+                f'solver="warm-eigen" or a smaller max_dim',
             )
         if self._num_dominated >= 3:
             self._warn(
                 "damping",
-                f"damping exceeds the largest curvature in {dominated_share:.0%} of the layers, so the direction is "
-                f'the raw gradient\'s. Use less damping, or damping_mode="relative"',
+                f"damping exceeds the largest curvature in {dominated_share:.0%} of the layers, so the update has the "
+                f'direction of the raw gradient. Use less damping, or damping_mode="relative"',
             )
         if not self._has_asked:
             self._has_asked = True
@@ -60,11 +60,11 @@ class Diagnostics:
                 self._warn(
                     "clip",
                     f"the KL clip shortened {share:.0%} of the steps, so the learning rate has no effect. Use a smaller"
-                    " lr; where the loss is not a mean over examples, or in no usual unit, a larger kl_clip or "
+                    " lr; if the loss is not a mean over examples, or is in an unusual unit, use a larger kl_clip or "
                     'rescale="norm-global"',
                 )
 
     def _warn(self, key: str, message: str) -> None:
         if key not in self._said:
             self._said.add(key)
-            warnings.warn(f"K-FAC may not be paying: {message}", stacklevel=2)
+            warnings.warn(f"K-FAC may not pay off: {message}", stacklevel=2)

@@ -1,6 +1,6 @@
 """Warnings about the training loop, each given once.
 
-Input: what the steps of the loop show. Output: warnings and errors. Owns: which warnings were given.
+Input: measured layers and backward passes of each step. Output: warnings and errors. Owns: which warnings were given.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class Notices:
         self._saw_accumulation = True
         warnings.warn(
             f"{num_passes} backward passes were accumulated in one step: K-FAC assumes that each loss was divided "
-            f'by their number. Say so with accumulate="mean", or "sum" where losses were not divided, or "terms" '
-            f"where they were summed over all terms of the step and divided by their number. A pass that was not "
-            f"meant to count (one more autograd.grad for a weight) can be dropped with kfac.discard() after it.",
+            f'by their number. Set accumulate="mean" to confirm it, "sum" if losses were not divided, or "terms" if '
+            f"they were summed over all terms of the step and divided by their number. To exclude a pass that should "
+            f"not count (such as an extra autograd.grad for a weight), call kfac.discard() after it.",
             stacklevel=2,
         )
 
     def capture(self, measured: Container[str], num_passes: int) -> None:
-        """At the first measured step, warn about layers that have a gradient but whose hook did not run; raise if all
-        are."""
+        """At the first measured step, warn about layers that have a gradient but whose hook did not run; raise if no
+        hook ran."""
         if self._saw_capture:
             return
         trained = [layer.name for layer in self._layers if layer.weight.grad is not None]
         unseen = [name for name in trained if name not in measured]
-        if num_passes and len(unseen) == len(trained):  # an empty batch proves nothing
+        if num_passes and len(unseen) == len(trained):  # the batch may have been empty
             return
         self._saw_capture = True
         if trained and len(unseen) == len(trained):
             raise RuntimeError(
                 f"none of the {len(trained)} layers with gradients was seen by K-FAC's hooks. If the model was "
                 f"compiled and had already run, attach K-FAC before its first call, or call torch._dynamo.reset() "
-                f"after attaching. If backward ran before K-FAC was attached, or the gradients were made in another "
-                f"way, K-FAC cannot measure them."
+                f"after attaching. K-FAC cannot measure gradients of a backward pass that ran before it was attached, "
+                f"or gradients that were written by hand."
             )
         if unseen:
             warnings.warn(
@@ -66,7 +66,7 @@ class Notices:
         if names:
             self._frozen.clear()
             warnings.warn(
-                f"{len(names)} layers were frozen when K-FAC was attached and train now without it: "
+                f"{len(names)} layers were frozen when K-FAC was attached and now train without it: "
                 f"{', '.join(names[:8])}. To precondition them, close() this KFAC and attach a new one.",
                 stacklevel=2,
             )

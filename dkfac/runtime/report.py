@@ -1,4 +1,4 @@
-"""What K-FAC reports about itself: one line when it is attached, a table, metrics.
+"""K-FAC's own reports: the line printed when it is attached, the table of layers, metrics.
 
 Input: layers, settings, states and counters. Output: strings and dicts. Owns: nothing.
 """
@@ -61,18 +61,18 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     is_adam = settings.takes_steps
     how = f"damping {damping} {settings.damping_mode}, rescale {settings.rescale}, "
     is_plain = settings.curvature == "adam-eigen"
-    advice = "a larger lr and fewer steps pay: dkfac.suggest" if is_plain else "keep your lr and schedule"
-    early = f", denser before step {settings.early_steps}" if settings.early_steps else ""
-    rhythm = f"factors every {settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}"
+    advice = "try a larger lr and fewer steps: dkfac.suggest" if is_plain else "keep your lr and schedule"
+    early = f", more often before step {settings.early_steps}" if settings.early_steps else ""
+    when = f"factors every {settings.factor_interval}, inverses every {settings.inverse_interval} steps{early}"
     if settings.experimental.staleness != "fixed":
-        rhythm = f"each factor refreshed as it changes, at least every {settings.experimental.max_interval} steps"
+        when = f"each factor refreshed as it changes, at least every {settings.experimental.max_interval} steps"
     speed = "".join(f"{name}, " for name in ("tf32", "cuda_graph") if getattr(settings, name))
     room = _size(3 * sum(layer.spec.grad_elements * layer.dtype.itemsize for layer in layers))
     graphs = f" (graphs: up to {room} more)" if settings.cuda_graph else ""
     with_what = type(optimizer).__name__ if optimizer is not None else "your own steps"
     return (
         f"dkfac: {len(layers)} layers with {share:.1%} of the parameters preconditioned, for {with_what} "
-        f"({settings.curvature}, {settings.solver}, {speed}{'' if is_adam else how}{rhythm}{where}); about {extra} "
+        f"({settings.curvature}, {settings.solver}, {speed}{'' if is_adam else how}{when}{where}); about {extra} "
         f"extra memory{graphs}; {advice}"
     )
 
@@ -111,8 +111,8 @@ def warn_of_left(left: list[Left]) -> None:
 
 def warn_of_partial_optimizer(optimizer: Any) -> None:
     warnings.warn(
-        'share="weights": this optimizer holds the state of the layers that this rank owns, and optimizer.state_dict() '
-        "nothing of the others. kfac.state_dict() carries it and deals it out again when it is loaded.",
+        'share="weights": on this rank the optimizer, and so optimizer.state_dict(), has state only for the layers '
+        "that the rank owns. kfac.state_dict() includes this state and redistributes it when it is loaded.",
         stacklevel=4,
     )
 

@@ -1,4 +1,7 @@
-"""Timelines and intervals as pictures. Needs matplotlib, which is asked for only here."""
+"""Charts of timelines and refresh intervals, drawn with matplotlib.
+
+Input: timelines, or the interval history of ``kfac.report()``. Output: an image file. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from dkfac.plan.spec import is_input
 from dkfac.plan.timeline import Timeline
 
-COLOURS = {
+_STAGE_COLOURS = {
     "forward": "#4c78a8", "backward": "#72b7b2", "measure": "#e45756", "pack": "#ff9da6", "average": "#9d755d",
     "decompose": "#b279a2", "precondition": "#54a24b", "optimizer": "#bab0ac", "gradients": "#eeca3b",
     "factors": "#f58518", "decompositions": "#d67195", "header": "#79706e", "means": "#79706e", "status": "#79706e",
@@ -18,8 +21,8 @@ COLOURS = {
 }  # fmt: skip
 
 
-def gantt(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
-    """Draw timelines below each other, on one scale, two rows for each rank: its work and its transfers."""
+def draw_gantt(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
+    """Draw timelines below each other on one scale, with two rows per rank: compute above transfers."""
     plt = _matplotlib()
     rows = [max(1, len(timeline.ranks)) for _, timeline in timelines]
     figure, axes = plt.subplots(
@@ -30,23 +33,26 @@ def gantt(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
         for place, rank in enumerate(timeline.ranks):
             for span in timeline.of(rank):
                 low = 2 * place + (0.9 if span.stream == "network" else 0.0)
-                colour = COLOURS.get(span.stage, "#79706e")
+                colour = _STAGE_COLOURS.get(span.stage, "#79706e")
                 ax.broken_barh([(1e3 * span.begin, 1e3 * (span.end - span.begin))], (low, 0.8), color=colour)
                 used.add(span.stage)
         ax.set_yticks([2 * place + 0.85 for place in range(len(timeline.ranks))])
         ax.set_yticklabels([f"rank {rank}" for rank in timeline.ranks])
         ax.set_title(f"{title}: {1e3 * timeline.seconds:.1f} ms", fontsize=9)
         ax.invert_yaxis()
-    axes[-1, 0].set_xlabel("ms; for each rank work above transfers")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS.get(stage, "#79706e")) for stage in sorted(used)]
+    axes[-1, 0].set_xlabel("ms; for each rank, compute above transfers")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=_STAGE_COLOURS.get(stage, "#79706e")) for stage in sorted(used)]
     figure.legend(handles, sorted(used), ncol=8, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.0))
     figure.savefig(path, bbox_inches="tight", dpi=120)
     plt.close(figure)
 
 
-def intervals(history: Sequence[Mapping[str, Any]], steps: int, path: Path) -> None:
-    """Draw the intervals of ``kfac.report()["interval_history"]`` over the steps, a line for each statistic: those of
-    inputs above, others below, from the first layers (dark) to the last."""
+def draw_intervals(history: Sequence[Mapping[str, Any]], steps: int, path: Path) -> None:
+    """Draw the intervals of ``kfac.report()["interval_history"]`` over the steps, one line per factor.
+
+    Input factors are in the upper panel, the others in the lower one; colors run from the first layer (dark) to the
+    last.
+    """
     plt = _matplotlib()
     lines: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for entry in history:

@@ -1,6 +1,9 @@
-"""The settings as text: a table for the docs, and lines for the command line. Both come from the rows.
+"""The settings as text: the tables of docs/settings.md and the help of the command line.
 
-``python -m dkfac.tools.settings_table docs/settings.md`` writes the table.
+``python -m dkfac.tools.settings_table docs/settings.md`` writes the tables.
+
+Input: the declared rows of all settings and the restrictions. Output: markdown and plain text. Owns: the part of
+docs/settings.md between the two marks.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ TABLE_BEGIN, TABLE_END = (f"<!-- written by dkfac.tools.settings_table: {word} -
 
 
 def declared() -> list[tuple[str, object, SettingRow]]:
-    """Return name, default and row of each setting, by group."""
+    """Return name, default and row of each setting, sorted by topic."""
     found = [(f.name, f.default, f.metadata["row"]) for f in fields(Settings) if f.name != "experimental"]
     found += [(f"experimental.{f.name}", f.default, f.metadata["row"]) for f in fields(ExperimentalSettings)]
     return sorted(found, key=lambda setting: get_args(Topic).index(setting[2].topic))
@@ -31,7 +34,7 @@ def shown(value: object) -> str:
 
 
 def values(row: SettingRow) -> str:
-    """Return the values that are allowed, in short."""
+    """Return the allowed values as short text."""
     if row.kind == "choice":
         listed = [shown(choice) for choice in row.choices]
         allowed = ", ".join([*listed, *([f"an integer >= {row.low:g}"] if row.low >= 0 else [])])
@@ -55,7 +58,7 @@ def markdown() -> str:
                 "|---|---|---|---|",
             ]
         lines.append(f"| `{name}` | {_code(shown(default))} | {_code(values(row))} | {row.help} |")
-    lines += ["", "## What does not go together", "", "| settings | message |", "|---|---|"]
+    lines += ["", "## Settings that cannot be combined", "", "| settings | message |", "|---|---|"]
     for restriction in RESTRICTIONS:
         where = "" if restriction.where == "always" else f" ({restriction.where})"
         message = re.sub(r"\{s\.[^}]*\}", "...", restriction.message).replace("{{...}}", "{...}")
@@ -64,12 +67,12 @@ def markdown() -> str:
 
 
 def _code(text: str) -> str:
-    """Return text with values in quotes set as code."""
+    """Return the text with quoted values formatted as code."""
     return re.sub(r'"[\w-]+"', r"`\g<0>`", text)
 
 
 def help_lines() -> str:
-    """Return one line for each setting: default, and the values allowed."""
+    """Return one line for each setting: its default and the allowed values."""
     lines = ["settings for --set (default; values):"]
     width = max(len(name) for name, *_ in declared())
     topic = ""
@@ -78,11 +81,11 @@ def help_lines() -> str:
             topic = row.topic
             lines.append(f" {topic}")
         lines.append(f"  {name:{width}}  {shown(default)}; {values(row)}")
-    return "\n".join([*lines, "What each means: docs/settings.md"])
+    return "\n".join([*lines, "docs/settings.md explains each setting"])
 
 
 def updated(page: str) -> str:
-    """Return a page with the tables between the marks anew."""
+    """Return a page with the text between the marks replaced by the current tables."""
     return f"{page[: page.index(TABLE_BEGIN)]}{TABLE_BEGIN}\n{markdown()}\n{page[page.index(TABLE_END) :]}"
 
 

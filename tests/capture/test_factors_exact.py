@@ -140,7 +140,7 @@ def test_running_averages_carry_their_weight_and_count_only_the_steps_that_used_
             names = ["layer", "last"] if times else ["last"]
             for name, factors in oracle_factors(bare, x, target, names).items():
                 for key, factor in factors.items():
-                    running[name][key] = ref._running(running[name].get(key), factor, 0.7)
+                    running[name][key] = ref.averaged(running[name].get(key), factor, 0.7)
             model.zero_grad()
             (square_loss(model(x), target) / 5).backward()
             kfac.step()

@@ -179,7 +179,7 @@ def wide(): return nn.Sequential(nn.Conv2d(3, 256, 3), nn.Flatten(), nn.Linear(9
         ("doctored:small", "--cluster", "cpu-2-cores"): "eigen",
     }.items():  # fmt: skip
         assert main(["doctor", *arguments, *shape]) == 0
-        assert f"every 100 steps, {expected}. A prediction" in capsys.readouterr().out, arguments
+        assert f"every 100 steps, {expected}. This is a prediction" in capsys.readouterr().out, arguments
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,6 @@ def test_a_restriction_names_settings_and_does_not_refuse_the_defaults(row):
 def test_what_needs_an_optimizer_or_no_roles_is_refused_by_the_same_table():
     with pytest.raises(ValueError, match=r"use KFAC\(model, optimizer\)"):
         restrictions.check_combinations(dkfac.Settings(share="weights"), "without an optimizer")
-    with pytest.raises(ValueError, match="roles go with"):
+    with pytest.raises(ValueError, match="roles require"):
         restrictions.check_combinations(dkfac.Settings(spread_refresh=2), "with roles")
     restrictions.check_combinations(dkfac.Settings(), "with roles")

@@ -242,7 +242,9 @@ def test_refused():
         {"curvature": "ekfac"},
         {"staleness": "basis", "solver": "cholesky"},
     ):
-        with pytest.raises(ValueError, match=r'staleness="(change|basis)" does not go with .*: leave one of them out'):
+        with pytest.raises(
+            ValueError, match=r'staleness="(change|basis)" cannot be combined with .*: remove one of them'
+        ):
             start(**other)
 
 
@@ -256,7 +258,7 @@ def test_it_is_reported(tmp_path):
     assert now == {(name, key): n for name, factors in report["intervals"].items() for key, n in factors.items()}
     assert report["refreshed_factors"] < 6 * 20
     assert report["staleness_memory_bytes"] == 2 * sum(t.nbytes for fs in kfac.factors().values() for t in fs.values())
-    charts.intervals(report["interval_history"], 20, tmp_path / "intervals.png")
+    charts.draw_intervals(report["interval_history"], 20, tmp_path / "intervals.png")
     assert (tmp_path / "intervals.png").stat().st_size > 10_000
 
 

@@ -205,7 +205,7 @@ class StalenessOracle(ref.ReferenceKFAC):
                 if self.steps >= statistic.due and rows > 0:
                     due.append((name, key))
                     running = self.running[name]
-                    running[key] = ref._running(running.get(key), factor, self.settings.factor_decay)
+                    running[key] = ref.averaged(running.get(key), factor, self.settings.factor_decay)
                     statistic.pool.append((rows, factor, noise))
         ready = [(name, key) for name, key in due if self._is_ready(self.statistics[name][key])]
         for name, key in ready:

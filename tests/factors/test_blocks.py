@@ -58,7 +58,7 @@ class ExactOracle(ref.ReferenceKFAC):
         found = ref.exact_factors(self.model, inputs, list(self.modules), "cross_entropy", terms, s.weight_sharing)
         for name, module in self.modules.items():
             for key, factor in ref.cut_factors(module, found[name], s.block_dim).items():
-                self.running[name][key] = ref._running(self.running[name].get(key), factor, s.factor_decay)
+                self.running[name][key] = ref.averaged(self.running[name].get(key), factor, s.factor_decay)
 
 
 def trained(net, block_dim, *, steps=STEPS, micro=1, loss=None, **options):
@@ -355,7 +355,7 @@ def packed(module, block_dim):
     """Elements of a layer's factors on the wire: a triangle of each piece; the bias's is not sent."""
     groups, widths, total = shape_of(module)[0], ref.layer_pieces(module, block_dim), {}
     for key in ("A", "G"):
-        own = widths[key][:-1] if key == "A" and ref._folds_bias(module) and len(widths[key]) > 1 else widths[key]
+        own = widths[key][:-1] if key == "A" and ref.folds_bias(module) and len(widths[key]) > 1 else widths[key]
         total[key] = groups * sum(w * (w + 1) // 2 for w in own)
     return total
 

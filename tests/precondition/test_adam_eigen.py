@@ -210,8 +210,8 @@ class Oracle:
             if name == "norm":  # [gammas, betas] -> [C, 2, 1]
                 g = g.reshape(2, -1).T.unsqueeze(2)
             left, right = self.bases[name]
-            self.m[name] = ref._running(self.m.get(name), g, group["betas"][0])
-            self.v[name] = ref._running(self.v.get(name), (left.mT @ g @ right).square(), group["betas"][1])
+            self.m[name] = ref.averaged(self.m.get(name), g, group["betas"][0])
+            self.v[name] = ref.averaged(self.v.get(name), (left.mT @ g @ right).square(), group["betas"][1])
             m, v = (value / weight for value, weight in (self.m[name], self.v[name]))
             self.number[name] = self.number.get(name, 0) + 1
             most = 1.01 * longest(self.number[name], *group["betas"])
@@ -1130,4 +1130,4 @@ def test_adam_has_a_rhythm_of_its_own_unless_one_is_given(kind, options, expecte
     with KFAC(model, kind(model.parameters(), lr=1e-3), **arranged(options)) as kfac:
         assert tuple(getattr(kfac.settings, name) for name in CHOSEN) == expected
     said = capsys.readouterr().err
-    assert ("every 20, inverses every 20 steps, denser before step 500" in said) == (expected is ADAMS)
+    assert ("every 20, inverses every 20 steps, more often before step 500" in said) == (expected is ADAMS)

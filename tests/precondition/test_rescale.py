@@ -144,11 +144,11 @@ def test_relative_damping_leaves_a_layer_alone_whose_gradient_is_rounding(solver
 @pytest.mark.parametrize("batch_norm", [True, False])
 def test_learning_rates_that_broke_the_first_steps_train(batch_norm):
     """Refreshes every ten steps were too old for the first ones, and nothing held them back."""
-    data = digits.load("validation")
+    data = digits.load_digit_images("validation")
 
     def accuracy(**options):
-        recipe = digits.Recipe(epochs=5, lr=0.3, seed=1001, batch_norm=batch_norm)
-        return digits.train(data, recipe, {"announce": False, **options})[-1].accuracy
+        recipe = digits.DigitsConfig(epochs=5, lr=0.3, seed=1001, batch_norm=batch_norm)
+        return digits.train_digits(data, recipe, {"announce": False, **options})[-1].accuracy
 
     assert accuracy() > 0.9
     assert accuracy(curvature="kfac") > 0.9

@@ -52,7 +52,7 @@ def test_on_an_exact_quadratic_damping_reaches_its_floor():
     assert damping.value == 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:K-FAC may not be paying")
+@pytest.mark.filterwarnings("ignore:K-FAC may not pay off")
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 1 / 0.3])
 def test_the_final_loss_is_that_of_the_best_fixed_damping(scale):
     """With a loss whose curvature K-FAC takes for 0.3 of what it is, undamped steps are too long and diverge."""

@@ -78,7 +78,7 @@ def test_a_thousand_attach_close_cycles_leave_no_memory_and_no_hooks():
     assert not optimizer._optimizer_step_pre_hooks
 
 
-LONG = pytest.mark.filterwarnings("ignore:K-FAC may not be paying")
+LONG = pytest.mark.filterwarnings("ignore:K-FAC may not pay off")
 
 
 @LONG

@@ -119,10 +119,10 @@ def test_one_line_on_stderr_says_what_was_attached(optimizer, capsys):
     (line,) = printed.err.splitlines()
     name = optimizer.__name__ if optimizer else "your own steps"
     how, advice = ("kfac, warm-eigen, damping 0.02 absolute", "rescale none"), "keep your lr and schedule"
-    rhythm = "every 10, inverses every 100 steps, denser before step 400"
+    rhythm = "every 10, inverses every 100 steps, more often before step 400"
     if optimizer is torch.optim.AdamW:  # whose step has no damping
-        how, advice = ("(adam-eigen, warm-eigen, factors",), "fewer steps pay: dkfac.suggest"
-        rhythm = "every 20, inverses every 20 steps, denser before step 500"
+        how, advice = ("(adam-eigen, warm-eigen, factors",), "try a larger lr and fewer steps: dkfac.suggest"
+        rhythm = "every 20, inverses every 20 steps, more often before step 500"
     for words in ("2 layers", "85.2%", name, *how, "memory"):
         assert words in line, words
     assert line.endswith(advice)
@@ -247,7 +247,7 @@ def test_the_damping_in_the_metrics_is_the_last_steps():
     assert kfac.metrics()["damping"] == 0.125
 
 
-# --- K-FAC may not be paying ---------------------------------------------------------------------------------
+# --- K-FAC may not pay off ---------------------------------------------------------------------------------
 
 
 def watch(monkeypatch, looks):
@@ -282,7 +282,7 @@ def test_each_complaint_comes_once_after_200_steps_and_only_with_its_reason(case
     assert watch(monkeypatch, early) == []
     said = watch(monkeypatch, early + [(step, *figures) for step in range(200, 600, 50)])
     assert len(said) == (words is not None)
-    assert all(message.startswith("K-FAC may not be paying: ") and words in message for message in said)
+    assert all(message.startswith("K-FAC may not pay off: ") and words in message for message in said)
 
 
 def test_all_three_complaints_can_come_each_once(monkeypatch):

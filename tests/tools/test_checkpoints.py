@@ -19,15 +19,15 @@ CPU = torch.device("cpu")
 
 def save(folder, step, value=None):
     state = {"weights": torch.full((50,), float(step if value is None else value)), "step": step}
-    checkpoints.write(folder, step, "common", state)
-    checkpoints.write(folder, step, "rank-0", {"session": {}})
-    return checkpoints.finish(folder, step, {"recipe": "r", "world_size": 1})
+    checkpoints.write_state(folder, step, "common", state)
+    checkpoints.write_state(folder, step, "rank-0", {"session": {}})
+    return checkpoints.commit(folder, step, {"recipe": "r", "world_size": 1})
 
 
 def newest(folder):
     said = []
     place = checkpoints.newest(folder, said)
-    return (None if place is None else int(checkpoints.read(place, "common", CPU)["step"])), said
+    return (None if place is None else int(checkpoints.read_state(place, "common", CPU)["step"])), said
 
 
 def test_the_last_two_are_kept_and_the_newest_is_found(tmp_path):
@@ -36,9 +36,9 @@ def test_the_last_two_are_kept_and_the_newest_is_found(tmp_path):
         save(tmp_path, step)
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000007", "step-00000012"]
     assert newest(tmp_path) == (12, [])
-    assert checkpoints.about(tmp_path / "step-00000012")["recipe"] == "r"
+    assert checkpoints.read_manifest(tmp_path / "step-00000012")["recipe"] == "r"
     save(tmp_path, 12, value=5)  # once more
-    assert float(checkpoints.read(tmp_path / "step-00000012", "common", CPU)["weights"][0]) == 5
+    assert float(checkpoints.read_state(tmp_path / "step-00000012", "common", CPU)["weights"][0]) == 5
     assert not list(tmp_path.glob(".step*"))
 
 
@@ -55,7 +55,7 @@ def test_flipped_bits_are_found_and_passed_over(tmp_path, name):
         step, said = newest(tmp_path)
         assert step == 1
         assert len(said) == 1
-        assert "is passed over" in said[0]
+        assert "is skipped" in said[0]
 
 
 def test_what_is_missing_cut_or_other_is_said(tmp_path):
@@ -83,10 +83,10 @@ class Bomb:
 
 
 def test_nothing_in_a_file_is_run(tmp_path):
-    checkpoints.write(tmp_path, 1, "common", {"a": Bomb()})
-    place = checkpoints.finish(tmp_path, 1, {})
+    checkpoints.write_state(tmp_path, 1, "common", {"a": Bomb()})
+    place = checkpoints.commit(tmp_path, 1, {})
     with pytest.raises(Exception, match="mkdir"):
-        checkpoints.read(place, "common", CPU)
+        checkpoints.read_state(place, "common", CPU)
     assert not os.path.exists("/tmp/dkfac-bomb")
 
 
@@ -96,9 +96,9 @@ from pathlib import Path
 from dkfac.tools.recipes import checkpoints
 folder = Path(sys.argv[1])
 for step in range(2, 10**6):
-    checkpoints.write(folder, step, "common", {"weights": torch.full((200_000,), float(step)), "step": step})
-    checkpoints.write(folder, step, "rank-0", {})
-    checkpoints.finish(folder, step, {"recipe": "r", "world_size": 1})
+    checkpoints.write_state(folder, step, "common", {"weights": torch.full((200_000,), float(step)), "step": step})
+    checkpoints.write_state(folder, step, "rank-0", {})
+    checkpoints.commit(folder, step, {"recipe": "r", "world_size": 1})
     if step == 2:
         print("ready", flush=True)
 """
@@ -112,7 +112,7 @@ def kill_while_saving(folder, pause):
     said = []
     place = checkpoints.newest(folder, said)
     assert place is not None
-    state = checkpoints.read(place, "common", CPU)
+    state = checkpoints.read_state(place, "common", CPU)
     assert float(state["weights"].min()) == float(state["weights"].max()) == state["step"]
     return state["step"]
 
@@ -130,8 +130,8 @@ def test_a_folder_that_cannot_be_written_leaves_the_old_one(tmp_path):
     blocked = tmp_path / ".step-00000002.part"
     blocked.write_text("in the way")
     with pytest.raises(OSError, match="step-00000002"):
-        checkpoints.write(tmp_path, 2, "common", {})
-    checkpoints.give_up(tmp_path, 2)
+        checkpoints.write_state(tmp_path, 2, "common", {})
+    checkpoints.abandon(tmp_path, 2)
     assert newest(tmp_path) == (1, [])
     shutil.rmtree(tmp_path / "step-00000001")
     assert newest(tmp_path)[0] is None

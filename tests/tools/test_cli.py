@@ -14,7 +14,7 @@ from torch import nn
 from dkfac.config.settings import Settings
 from dkfac.plan.cluster import Cluster
 from dkfac.tools.cli.main import main
-from dkfac.tools.cli.plan import num_bytes
+from dkfac.tools.cli.plan import parse_bytes
 from dkfac.tools.measure import links, machine
 from dkfac.tools.measure.model import shapes_of
 
@@ -34,9 +34,9 @@ def no_model() -> str:
 def test_a_plan_is_a_ranking_with_a_recommendation_and_a_reason(capsys):
     assert main(["plan", "resnet50", "--ranks", "64", "--cluster", "spd-kfac-64", "--solver", "cholesky"]) == 0
     said = capsys.readouterr().out
-    assert "resnet50 on 64 ranks (4 to a host)" in said
+    assert "resnet50 on 64 ranks (4 per host)" in said
     assert "recommended: dkfac.KFAC(model, optimizer, strategy=" in said
-    assert "why: " in said
+    assert "reason: " in said
     rows = [line.split() for line in said.splitlines() if line[:3].strip().isdigit()]
     assert len(rows) == 12
     times = [float(row[-5]) for row in rows]
@@ -47,7 +47,7 @@ def test_what_was_never_measured_is_said(capsys):
     main(["plan", "resnet18", "--ranks", "512", "--cluster", "spd-kfac-64"])
     assert "collectives of 512 ranks were not measured" in capsys.readouterr().out
     main(["plan", "resnet18", "--ranks", "8"])
-    assert "guesses; `dkfac measure` makes them good" in capsys.readouterr().out
+    assert "estimates; to measure, use `dkfac measure`" in capsys.readouterr().out
 
 
 def test_a_users_own_model_is_built_without_memory_and_run_without_data(capsys, monkeypatch):
@@ -113,7 +113,7 @@ def test_wrong_input_is_one_line_with_the_remedy(arguments, words, capsys, monke
     ("text", "value"), [("40GB", 40 * 10**9), ("800MB", 8 * 10**8), ("1.5g", 15 * 10**8), ("7", 7)]
 )
 def test_amounts_of_memory(text, value):
-    assert num_bytes(text) == value
+    assert parse_bytes(text) == value
 
 
 def test_one_machine_is_measured_into_a_file_that_plans(tmp_path):
@@ -131,8 +131,8 @@ def test_one_machine_is_measured_into_a_file_that_plans(tmp_path):
 
 
 def measured(rank, world):
-    links.BYTES, links.REPEATS = (2**10, 2**14, 2**17), 2
-    return machine.measure(torch.device("cpu"), ranks_per_host=1, largest=32, say=lambda text: None).to_json()
+    links.BUFFER_BYTES, links.NUM_REPEATS = (2**10, 2**14, 2**17), 2
+    return machine.measure_cluster(torch.device("cpu"), ranks_per_host=1, largest=32, say=lambda text: None).to_json()
 
 
 def test_ranks_measure_their_links_together_and_all_know_the_result():

@@ -24,8 +24,8 @@ from dkfac.tools.cli import recording, script
 from dkfac.tools.cli.main import main
 from dkfac.tools.recipes import training
 from dkfac.tools.recipes.folder import entries
-from dkfac.tools.recipes.verdict import verdict
-from dkfac.tools.report_page.page import page
+from dkfac.tools.recipes.verdict import comparison_verdict
+from dkfac.tools.report_page.page import build_page
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -52,7 +52,7 @@ def failed(capsys, *arguments):
 def read_page(folder):
     from test_report_page import Reader  # here, since ranks import this file too
 
-    return Reader(page([folder])[0])
+    return Reader(build_page([folder])[0])
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def compared(tmp_path_factory):
     done = subprocess.run([sys.executable, "-m", "dkfac", *command], cwd=folder, env=ENVIRONMENT, input="0.1\n",
                           capture_output=True, text=True, timeout=100)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "first order's last loss" in done.stdout
+    assert "final loss of the first-order run" in done.stdout
     return folder
 
 
@@ -116,7 +116,7 @@ def test_the_page_of_a_compared_script_says_that_it_ended_and_shows_its_loss_and
 def test_a_script_is_not_compared_into_a_folder_that_has_a_run(compared, capsys, monkeypatch):
     monkeypatch.chdir(compared)
     before = contents(compared / "c")
-    assert "c/first-order-0 has a run already" in failed(capsys, "compare", "--script", "good.py", "--out", "c")
+    assert "c/first-order-0 already has a run" in failed(capsys, "compare", "--script", "good.py", "--out", "c")
     assert contents(compared / "c") == before
 
 
@@ -201,7 +201,10 @@ def processes(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("two", "dkfac compare: the script has 2 optimizers; say which one K-FAC is for:\n  --target 1  SGD of 8"),
+        (
+            "two",
+            "dkfac compare: the script has 2 optimizers; choose the one to use with K-FAC:\n  --target 1  SGD with 8",
+        ),
         ("own", "dkfac compare: the script attaches dkfac.KFAC itself"),
         ("lbfgs", "dkfac compare: K-FAC cannot be attached: LBFGS evaluates the loss several times per step"),
     ],
@@ -230,10 +233,10 @@ def test_a_first_order_that_diverges_is_not_called_a_failure_of_kfac(processes):
     bad, good = ([{"step": i, "loss": loss, "seconds": i / 9} for i, loss in enumerate(each, 1)]
                  for each in (losses, [1.0] * 20))  # fmt: skip
     said = script.conclusion({"first-order": bad, "kfac": good})
-    assert "the first order diverged: its loss is not a finite number from step 2 on" in said
+    assert "the first-order run diverged: its loss is not finite from step 2 on" in said
     assert "does not reach" not in said
     said = script.conclusion({"first-order": good, "kfac": bad})
-    assert "K-FAC diverged: its loss is not a finite number from step 2 on" in said
+    assert "K-FAC diverged: its loss is not finite from step 2 on" in said
 
 
 def test_an_interrupted_script_ends_with_one_line(tmp_path):
@@ -249,7 +252,7 @@ def test_an_interrupted_script_ends_with_one_line(tmp_path):
     said = child.communicate(timeout=60)[1]
     assert child.returncode == 130
     assert [line for line in said.splitlines() if not line.startswith("first-order: ")] == [
-        "dkfac compare: stopped; a script begins anew, so choose another --out than c, or delete it"]  # fmt: skip
+        "dkfac compare: stopped; a script cannot be resumed: use another --out than c, or delete it"]  # fmt: skip
     assert lines(tmp_path / "c/first-order-0", "end")[0]["reason"] == "SIGINT"
 
 
@@ -275,25 +278,25 @@ def test_an_interrupted_comparison_goes_on_with_the_same_command_and_no_other(tm
                 lambda run, loss: signal.raise_signal(signal.SIGINT) or loss)  # fmt: skip
         assert main(command) == 130
     said = capsys.readouterr().err
-    assert said.splitlines()[-1] == f"go on with the same command and --out {out}"
+    assert said.splitlines()[-1] == f"to continue, repeat the command with --out {out}"
     first = contents(out / "first-order-0")
     for other, reason in (
-        (["--lr", "0.3"], "first-order-0 was begun with lr=0.05, not 0.3"),
-        (["--set", "damping=1e-2"], "kfac-0 was begun with options={'announce': False}, not"),
-        (["--steps", "5"], "first-order-0 has gone to step 6, not 5"),
-        (["--steps", "7"], "first-order-0 has gone to step 6, not 7"),
+        (["--lr", "0.3"], "first-order-0 was started with lr=0.05, not 0.3"),
+        (["--set", "damping=1e-2"], "kfac-0 was started with options={'announce': False}, not"),
+        (["--steps", "5"], "first-order-0 ended at step 6, not 5"),
+        (["--steps", "7"], "first-order-0 ended at step 6, not 7"),
     ):
         assert reason in failed(capsys, *command, *other)
     other = ["compare", "autoencoder", "--steps", "5", "--seed", "1", "--out", str(out)]
-    assert "first-order-0 was begun with recipe='digits-cnn', not 'autoencoder'" in failed(capsys, *other)
+    assert "first-order-0 was started with recipe='digits-cnn', not 'autoencoder'" in failed(capsys, *other)
     assert sorted(path.name for path in out.iterdir()) == ["first-order-0", "kfac-0"]
     assert main(command) == 0
-    assert "the accuracy that the first order ends with" in capsys.readouterr().out
+    assert "the first-order optimizer's final accuracy" in capsys.readouterr().out
     assert contents(out / "first-order-0") == first
     assert [entry["step"] for entry in lines(out / "kfac-0", "resume")] == [3]
     assert [entry["step"] for entry in lines(out / "kfac-0", "step")] == [1, 2, 3, 4, 5, 6]
     assert main(command) == 0
-    assert "kfac-0 has ended already" in capsys.readouterr().err
+    assert "kfac-0 has already ended" in capsys.readouterr().err
     # Another seed's runs are no part of what is said of this one's.
     assert main([*command, "--seed", "1"]) == 0
     table = capsys.readouterr().out
@@ -308,15 +311,17 @@ def test_a_run_that_diverges_does_not_end_a_comparison_and_is_named(tmp_path, ca
     for is_new in (True, False):
         assert main(command) == 1
         said = capsys.readouterr()
-        assert "diverged, and left out: first-order-0\nK-FAC " in said.out
-        assert ("first-order-0 diverged, the others go on: the loss is not finite at step 3" in said.err) == is_new
+        assert "diverged and excluded: first-order-0\nK-FAC " in said.out
+        assert (
+            "first-order-0 diverged, the other runs continue: the loss is not finite at step 3" in said.err
+        ) == is_new
     assert "first-order-0 was stopped at step 3 of 219 (diverged)" in read_page(tmp_path / "c").words[None]
 
 
 def test_rank_0_alone_prints_the_verdict_and_ranks_go_on_after_a_run_that_diverged(processes):
     status, said = processes["rank 0"]
     assert status == 0
-    assert "diverged, and left out: first-order-0, kfac-0" in said
+    assert "diverged and excluded: first-order-0, kfac-0" in said
     assert processes["rank 1"] == (0, "")
 
 
@@ -329,5 +334,5 @@ def test_who_was_first_is_said_of_both_at_the_same_accuracy(tmp_path):
             {"kind": "test", "step": i, "epoch": i, "seconds": 2 * i, "accuracy": a} for i, a in enumerate(curve, 1)
         ]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-    said = verdict({name: [tmp_path / name] for name in curves})
-    assert "in 2.00 of the epochs and 2.00 of the time that it takes the first order" in said
+    said = comparison_verdict({name: [tmp_path / name] for name in curves})
+    assert "in 2.00 of its epochs and 2.00 of its time" in said

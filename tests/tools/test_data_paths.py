@@ -19,9 +19,9 @@ from test_recipes import ALONE, job, lines
 from dkfac.tools.cli.main import main
 from dkfac.tools.recipes import char_gpt
 from dkfac.tools.recipes.every import RECIPES
-from dkfac.tools.recipes.readers import Pictures, read
-from dkfac.tools.recipes.resnet import cifar_resnet
-from dkfac.tools.recipes.training import train
+from dkfac.tools.recipes.readers import Pictures, read_pictures
+from dkfac.tools.recipes.resnet import build_cifar_resnet
+from dkfac.tools.recipes.training import train_recipe
 
 VERSE = "to be or not to be, that is the question. "
 
@@ -40,7 +40,7 @@ def load(name, path, **hyper):
 
 
 def steps(name, folder, data, **options):
-    train(job(name, folder, data=str(data), kfac=None, batch=6, epochs=1.0, **options), ALONE)
+    train_recipe(job(name, folder, data=str(data), kfac=None, batch=6, epochs=1.0, **options), ALONE)
     return len(lines(folder, "step"))
 
 
@@ -78,9 +78,9 @@ def test_texts_that_cannot_be_used_are_refused(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     data = ("--data", tmp_path / "text", "--out", tmp_path / "run")
     (tmp_path / "text/a.rst").write_text(VERSE)
-    assert "has no .py, .txt, .md files: give --data" in refused(capsys, "char-gpt", *data)
+    assert "has no .py, .txt, .md files: set --data to" in refused(capsys, "char-gpt", *data)
     (tmp_path / "text/a.md").write_text(VERSE)
-    assert "to test, not more than 128 of each: give more text" in refused(capsys, "char-gpt", *data)
+    assert "to test, but needs more than 128 of each: use more text" in refused(capsys, "char-gpt", *data)
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 19])
@@ -97,26 +97,26 @@ def test_of_few_texts_the_last_twentieth_is_held_out(tmp_path, number):
 
 
 def test_of_many_texts_every_twentieth_is_held_out_if_there_is_enough_of_it():
-    trained, held = char_gpt.split([chr(ord("a") + i % 20) * 50 for i in range(40)], 10)
+    trained, held = char_gpt.split_text([chr(ord("a") + i % 20) * 50 for i in range(40)], 10)
     assert held == "t" * 100
     assert len(trained) == 38 * 50
-    trained, held = char_gpt.split(["x" * 50] * 19 + [""], 10)
+    trained, held = char_gpt.split_text(["x" * 50] * 19 + [""], 10)
     assert (len(trained), len(held)) == (902, 48)
 
 
 @pytest.mark.parametrize(
     ("recipe", "figure", "words"),
     [
-        ("char-gpt", "context=0", "context=0 is not a whole number, 1 or more"),
-        ("char-gpt", "layers=[1]", "layers=[1] is not a whole number"),
-        ("char-gpt", "width=2.5", "width=2.5 is not a whole number"),
-        ("char-gpt", "heads=None", "heads=None is not a whole number"),
-        ("char-gpt", "heads=3", "a width of 128 cannot be shared equally"),
-        ("cifar10-resnet32", "depth=True", "depth=True is not a whole number"),
-        ("imagenet-resnet50", "width=0", "width=0 is not a whole number, 1 or more"),
-        ("imagenet-resnet50-large-batch", "width=-1", "width=-1 is not a whole number, 1 or more"),
-        ("imagenet-resnet50-large-batch", "row=[1]", "row=[1] is not a whole number"),
-        ("imagenet-resnet50-large-batch", "row=0", "row=0 is not a whole number"),
+        ("char-gpt", "context=0", "context=0 is not an integer >= 1"),
+        ("char-gpt", "layers=[1]", "layers=[1] is not an integer >= 1"),
+        ("char-gpt", "width=2.5", "width=2.5 is not an integer >= 1"),
+        ("char-gpt", "heads=None", "heads=None is not an integer >= 1"),
+        ("char-gpt", "heads=3", "a width of 128 cannot be divided equally"),
+        ("cifar10-resnet32", "depth=True", "depth=True is not an integer >= 1"),
+        ("imagenet-resnet50", "width=0", "width=0 is not an integer >= 1"),
+        ("imagenet-resnet50-large-batch", "width=-1", "width=-1 is not an integer >= 1"),
+        ("imagenet-resnet50-large-batch", "row=[1]", "row=[1] is not an integer >= 1"),
+        ("imagenet-resnet50-large-batch", "row=0", "row=0 is not an integer >= 1"),
     ],
 )
 def test_figures_of_a_recipes_own_are_checked_before_anything_starts(capsys, tmp_path, recipe, figure, words):
@@ -128,14 +128,14 @@ def test_figures_of_a_recipes_own_are_checked_before_anything_starts(capsys, tmp
 @pytest.mark.parametrize("depth", [2, -4])
 def test_a_resnet_has_blocks(depth):
     with pytest.raises(ValueError, match="6n"):
-        cifar_resnet(depth)
+        build_cifar_resnet(depth)
 
 
 def test_large_pictures_of_one_size_want_a_size(tmp_path, capsys):
     write_folder(tmp_path / "in", sizes=[(100, 80)], number=2, suffix="png")
     line = refused(capsys, "cifar10-resnet32", "--data", tmp_path / "in", "--out", tmp_path / "run")
-    assert "the pictures are of 100 x 80 pixels, more than 64: they need a size" in line
-    assert "say --size, as in --size 32" in line
+    assert "the images have 100 x 80 pixels, more than 64: set the size" in line
+    assert "for example --size 32" in line
     train_set, _ = load("cifar10-resnet32", tmp_path / "in", size=16)
     assert train_set.get(torch.tensor([0]), seed=None)[0].shape == (1, 3, 16, 16)
 
@@ -151,8 +151,8 @@ def test_the_picture_of_another_size_is_named(tmp_path, capsys, packed, recipe):
             archive.add(data, "in")
         data = tmp_path / "in.tar"
     line = refused(capsys, recipe, "--data", data, "--out", tmp_path / "run")
-    assert "train/class1/2.png is of 24 x 18 pixels" in line
-    assert "train/class0/0.png is of 20 x 20 pixels" in line
+    assert "train/class1/2.png has 24 x 18 pixels" in line
+    assert "train/class0/0.png has 20 x 20 pixels" in line
     assert "--size" in line
     assert len(load(recipe, data, size=16)[0].get(torch.arange(12), seed=None)[0]) == 12
 
@@ -162,7 +162,7 @@ def test_hidden_files_are_no_pictures(tmp_path):
     for name in ("train/class0/._0.png", "val/class1/._0.png", "train/.ipynb_checkpoints/0.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\0\5\x16\7")
-    train_set, test_set = read(tmp_path)
+    train_set, test_set = read_pictures(tmp_path)
     assert (len(train_set), len(test_set)) == (6, 3)
     assert train_set.classes == ("class0", "class1", "class2")
 
@@ -191,13 +191,13 @@ def test_classes_are_as_many_as_the_data_has(tmp_path, capsys):
     assert steps("fashion-cnn", tmp_path / "run", write_fashion(tmp_path / "in", side=8, labels=12)) == 2
     write_fashion(tmp_path / "in", side=8, labels=5, test_labels=7)
     line = refused(capsys, "fashion-cnn", "--data", tmp_path / "in", "--out", tmp_path / "other")
-    assert "has test pictures of class 6 and training pictures up to class 4" in line
+    assert "has test images of class 6 and training images up to class 4" in line
 
 
 def test_fashion_cnn_wants_one_size(tmp_path, capsys):
     options = "--data", write_fashion(tmp_path / "in", side=8, test_side=12), "--out", tmp_path / "run"
-    assert "are of 8 x 8 and 12 x 12 pixels" in refused(capsys, "fashion-cnn", *options)
-    assert "are of 2 x 2 and 2 x 2 pixels" in refused(capsys, "fashion-cnn", *options, "--size", "2")
+    assert "have 8 x 8 and 12 x 12 pixels" in refused(capsys, "fashion-cnn", *options)
+    assert "have 2 x 2 and 2 x 2 pixels" in refused(capsys, "fashion-cnn", *options, "--size", "2")
     assert steps("fashion-cnn", tmp_path / "run", tmp_path / "in", size=9) == 2
 
 
@@ -242,7 +242,7 @@ def test_a_damaged_archive_is_one_line(tmp_path, capsys, name, mode, damage):
     (tmp_path / name).write_bytes(broken[damage])
     line = refused(capsys, "cifar10-resnet32", "--data", tmp_path / name, "--out", tmp_path / "run")
     assert name in line
-    assert line.endswith("get it again")
+    assert line.endswith("download it again")
 
 
 FEW = numpy.zeros((3, 3072), dtype="uint8")
@@ -275,7 +275,7 @@ def test_what_is_no_batch_of_cifar_is_one_line(tmp_path, capsys, content):
         (data / "data_batch_1").write_bytes(content)
     line = refused(capsys, "cifar10-resnet32", "--data", data, "--out", tmp_path / "run")
     assert "data_batch_1 is not a batch of CIFAR-10's python version" in line
-    assert line.endswith("get it again")
+    assert line.endswith("download it again")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_is_no_idx_file_is_one_line(tmp_path, capsys, content):
         (data / "train-images-idx3-ubyte.gz").write_bytes(content)
     line = refused(capsys, "fashion-cnn", "--data", data, "--out", tmp_path / "run")
     assert "train-images-idx3-ubyte.gz" in line
-    assert line.endswith("get it again")
+    assert line.endswith("download it again")
 
 
 def test_a_broken_picture_is_named_in_a_folder_and_in_an_archive(tmp_path, capsys):
@@ -317,4 +317,4 @@ def test_a_broken_picture_is_named_in_a_folder_and_in_an_archive(tmp_path, capsy
 )
 def test_options_without_effect_are_refused(capsys, tmp_path, name, option):
     line = refused(capsys, name, f"--{option}", "1" if option == "size" else "0.5", "--out", tmp_path / "run")
-    assert f"--{option}: {name} has no use for it" in line
+    assert f"--{option}: {name} does not use it" in line

@@ -31,7 +31,7 @@ def execute(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_no_image_is_on_both_sides_of_a_split_and_validation_leaves_the_test_images_out():
-    test, validation = digits.load("test"), digits.load("validation")
+    test, validation = digits.load_digit_images("test"), digits.load_digit_images("validation")
     assert len(test.held_out_labels) + len(test.train_labels) == 1797
     assert len(validation.held_out_labels) + len(validation.train_labels) == len(test.train_labels)
     # The labels are in one fixed order, so what "validation" uses is the tail that "test" trains on.
@@ -39,20 +39,20 @@ def test_no_image_is_on_both_sides_of_a_split_and_validation_leaves_the_test_ima
 
 
 def test_the_training_images_are_standardised():
-    images = digits.load().train_images
+    images = digits.load_digit_images().train_images
     assert images.shape[1:] == (1, 8, 8)
     assert abs(images.mean()) < 1e-5
     assert abs(images.std() - 1) < 1e-5
 
 
 def test_batches_repeat_with_the_seed_and_each_epoch_sees_each_label_once():
-    data = digits.load()
-    recipe = digits.Recipe(epochs=2, seed=3)
+    data = digits.load_digit_images()
+    recipe = digits.DigitsConfig(epochs=2, seed=3)
     first, second = (list(digits.batches(data, recipe)) for _ in range(2))
     assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
     half = torch.cat([labels for _, labels in first[: len(first) // 2]])
     assert torch.equal(half.bincount(), data.train_labels.bincount())
-    other = list(digits.batches(data, digits.Recipe(epochs=2, seed=4)))
+    other = list(digits.batches(data, digits.DigitsConfig(epochs=2, seed=4)))
     assert not torch.equal(first[0][1], other[0][1])
 
 
@@ -81,16 +81,18 @@ def test_both_sides_start_from_the_same_weights_and_see_the_same_batches(monkeyp
         return model
 
     monkeypatch.setattr(digits, "build_model", spy)
-    recipe = digits.Recipe(epochs=1, seed=5)
+    recipe = digits.DigitsConfig(epochs=1, seed=5)
     for options in (None, {"announce": False}):
-        digits.train(digits.load(), recipe, options)
+        digits.train_digits(digits.load_digit_images(), recipe, options)
     assert len(seen[0]) > 20
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_a_curve_has_four_points_an_epoch_and_learns(batch_norm):
-    points = digits.train(digits.load(), digits.Recipe(epochs=3, batch_norm=batch_norm), {"announce": False})
+    points = digits.train_digits(
+        digits.load_digit_images(), digits.DigitsConfig(epochs=3, batch_norm=batch_norm), {"announce": False}
+    )
     assert len(points) == 12
     assert points[-1].epochs == 3
     assert all(a.seconds < b.seconds for a, b in pairwise(points))
@@ -111,9 +113,9 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
 @pytest.mark.parametrize(
     ("sgd", "kfac", "expected"),
     [
-        ([LATE, LATE], [EARLY, EARLY], "In epochs K-FAC wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
-        ([EARLY, EARLY], [LATE, LATE], "In epochs SGD wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
-        ([EARLY, EARLY], [EARLY, EARLY], "In epochs a draw: 1.00 each."),
+        ([LATE, LATE], [EARLY, EARLY], "In epochs, K-FAC wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
+        ([EARLY, EARLY], [LATE, LATE], "In epochs, SGD wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
+        ([EARLY, EARLY], [EARLY, EARLY], "In epochs, a draw: 1.00 each."),
         (
             [LATE, EARLY],
             [EARLY, curve(0.9, 0.97)],
@@ -126,23 +128,23 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
     ],
 )
 def test_the_verdict_names_the_winner_the_difference_and_the_seeds(sgd, kfac, expected):
-    assert expected in demo.verdict({"SGD": sgd, "K-FAC": kfac}, "epochs")
+    assert expected in demo.target_verdict({"SGD": sgd, "K-FAC": kfac}, "epochs")
 
 
 def test_who_wins_in_epochs_may_lose_in_seconds():
     curves = {"SGD": [curve(0.9, 0.97, pace=0.1)] * 2, "K-FAC": [curve(0.97, pace=0.4)] * 2}
-    assert demo.verdict(curves, "epochs").startswith("In epochs K-FAC wins")
-    assert demo.verdict(curves, "seconds").startswith("In seconds SGD wins")
+    assert demo.target_verdict(curves, "epochs").startswith("In epochs, K-FAC wins")
+    assert demo.target_verdict(curves, "seconds").startswith("In seconds, SGD wins")
 
 
 def test_the_end_is_judged_by_the_last_accuracy():
     curves = {"SGD": [curve(0.9, 0.99), curve(0.98)], "K-FAC": [curve(0.99, 0.97), curve(0.99)]}
-    assert demo.final(curves) == "At the end SGD is more accurate: 98.5% against 98.0%, in 1 of 2 seeds."
-    assert demo.final({"SGD": [EARLY], "K-FAC": [EARLY]}) == "At the end a draw: 97.0% each."
+    assert demo.accuracy_verdict(curves) == "Final accuracy: SGD is ahead, 98.5% against 98.0%, in 1 of 2 seeds."
+    assert demo.accuracy_verdict({"SGD": [EARLY], "K-FAC": [EARLY]}) == "Final accuracy: a draw, 97.0% each."
 
 
 def test_the_table_says_when_the_target_was_missed():
-    text = demo.table({"SGD": [curve(0.9), curve(0.97)], "K-FAC": [curve(0.97, 0.99), curve(0.9, 0.98)]})
+    text = demo.target_table({"SGD": [curve(0.9), curve(0.97)], "K-FAC": [curve(0.97, 0.99), curve(0.9, 0.98)]})
     header, sgd, kfac = text.splitlines()
     assert header.split("  ")[-1] == "seconds per epoch"
     assert "reached in 1 of 2" in sgd
@@ -164,7 +166,7 @@ def test_off_a_terminal_the_progress_is_a_line_per_run_and_on_one_a_bar(capsys):
             pass
 
     for stream in (sys.stderr, terminal := Terminal()):
-        progress = demo.Progress(stream, num_parts=2)
+        progress = demo.ProgressBar(stream, num_parts=2)
         for name in ("SGD", "K-FAC"):
             progress.show(name, 0.5, "epoch 1")
             progress.show(name, 1.0, "epoch 2")
@@ -191,7 +193,7 @@ def test_the_quick_demo_prints_a_table_and_a_verdict_and_writes_a_plot(tmp_path)
         "K-FAC",
         "In epochs",
         "In seconds",
-        "At the end",
+        "Final accuracy: ",
     ):
         assert expected in result.stdout
     assert "[2/2] seed 0 K-FAC" in result.stderr
@@ -208,16 +210,16 @@ def test_the_quick_demo_prints_a_table_and_a_verdict_and_writes_a_plot(tmp_path)
         (("--epochs", "ten"), "epochs='ten' is not an integer from 1 to 200"),
         (("--seeds", "21"), "seeds='21' is not an integer from 1 to 20"),
         (("--seeds=-1",), "seeds='-1' is not an integer from 1 to 20"),
-        (("--out", "pyproject.toml"), "out='pyproject.toml' is not a folder that can be made"),
-        (("--out", "pyproject.toml/deeper"), "out='pyproject.toml/deeper' is not a folder that can be made"),
+        (("--out", "pyproject.toml"), "out='pyproject.toml' cannot be created as a folder"),
+        (("--out", "pyproject.toml/deeper"), "out='pyproject.toml/deeper' cannot be created as a folder"),
         (("--speed", "9"), "unrecognized arguments: --speed"),
     ],
 )
 def test_a_bad_flag_is_refused_with_code_2_before_anything_starts(flags, expected, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(digits, "load", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(digits, "load_digit_images", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as end:
-        demo.main(flags)
+        demo.run_demo(flags)
     assert end.value.code == 2
     assert expected in capsys.readouterr().err
 
@@ -225,7 +227,7 @@ def test_a_bad_flag_is_refused_with_code_2_before_anything_starts(flags, expecte
 @pytest.mark.parametrize("package", ["sklearn", "matplotlib"])
 def test_a_missing_package_is_a_sentence_that_names_the_extra(package, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    assert demo.main(["--quick", "--out", str(tmp_path)]) == 1
+    assert demo.run_demo(["--quick", "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert package in error
     assert "pip install 'dkfac[demo]'" in error
@@ -235,4 +237,4 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra(package, tmp_path,
 def test_the_data_alone_name_the_extra_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(RuntimeError, match=r"pip install 'dkfac\[demo\]'"):
-        digits.load()
+        digits.load_digit_images()

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dkfac
 from dkfac.tools.recipes import checkpoints, large_batch
 from dkfac.tools.recipes.folder import entries
-from dkfac.tools.recipes.job import Job
-from dkfac.tools.recipes.large_batch import RECIPE
-from dkfac.tools.recipes.training import train as run
+from dkfac.tools.recipes.job import TrainingJob
+from dkfac.tools.recipes.large_batch import LARGE_BATCH
+from dkfac.tools.recipes.training import train_recipe as run
 
 BATCH, MICRO, STEPS = 4096, 256, 5
 SETTINGS = {
@@ -111,21 +111,25 @@ def test_memory_is_the_same_however_many_micro_batches(staleness):
 
 
 def test_the_published_rows():
-    assert list(large_batch.ROWS) == [2**n for n in range(12, 18)]
-    assert large_batch.ROWS[32768] == large_batch.Row(3e-2, 3.5, 1.5, 49.5, 0.97, 2e-4, 0.6, 45, 1024)
-    hyper = large_batch.adapt(replace(RECIPE.hyper, batch=131072), {})
+    assert list(large_batch.PUBLISHED_ROWS) == [2**n for n in range(12, 18)]
+    assert large_batch.PUBLISHED_ROWS[32768] == large_batch.PublishedRow(
+        3e-2, 3.5, 1.5, 49.5, 0.97, 2e-4, 0.6, 45, 1024
+    )
+    hyper = large_batch.with_published_values(replace(LARGE_BATCH.hyper, batch=131072), {})
     assert (hyper.lr, hyper.momentum, hyper.epochs) == (0.07, 0.93, 80)
-    assert large_batch.adapt(replace(RECIPE.hyper, batch=131072, lr=0.5), {"lr": 0.5}).lr == 0.5
-    assert RECIPE.settings(hyper)["damping"] == 1e-4
+    assert large_batch.with_published_values(replace(LARGE_BATCH.hyper, batch=131072, lr=0.5), {"lr": 0.5}).lr == 0.5
+    assert LARGE_BATCH.settings(hyper)["damping"] == 1e-4
     with pytest.raises(ValueError, match=r"batch=1000 is none of the published rows 4096, .*131072"):
-        large_batch.adapt(replace(RECIPE.hyper, batch=1000), {})
+        large_batch.with_published_values(replace(LARGE_BATCH.hyper, batch=1000), {})
 
 
 def trial(folder, data, **options):
     """A run of 12 pictures a step with the row of 8,192's figures."""
-    hyper = replace(RECIPE.hyper, batch=12, micro_batch=3, size=64, more={"row": 8192, "width": 4})
-    hyper = large_batch.adapt(hyper, {})
-    return Job(recipe=RECIPE, hyper=hyper, kfac={"announce": False}, folder=folder, data=str(data), **options)
+    hyper = replace(LARGE_BATCH.hyper, batch=12, micro_batch=3, size=64, more={"row": 8192, "width": 4})
+    hyper = large_batch.with_published_values(hyper, {})
+    return TrainingJob(
+        recipe=LARGE_BATCH, hyper=hyper, kfac={"announce": False}, folder=folder, data=str(data), **options
+    )
 
 
 def test_the_recipe_trains_on_a_folder(tmp_path):
@@ -137,7 +141,7 @@ def test_the_recipe_trains_on_a_folder(tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert {key for factors in summary["kfac"]["intervals"].values() for key in factors} == {"A", "G", "F"}
     saved = checkpoints.newest(tmp_path / "run/checkpoints", [])
-    first = checkpoints.read(saved, "common", place.device)["model"]["0.weight"]  # followed by a norm
+    first = checkpoints.read_state(saved, "common", place.device)["model"]["0.weight"]  # followed by a norm
     assert float(first.norm()) == pytest.approx((2 * 4) ** 0.5, rel=1e-4)
 
 

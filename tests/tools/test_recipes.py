@@ -20,9 +20,9 @@ from dkfac.tools.cli.main import main
 from dkfac.tools.recipes import checkpoints, fashion_cnn
 from dkfac.tools.recipes.every import RECIPES
 from dkfac.tools.recipes.folder import entries
-from dkfac.tools.recipes.job import Job
-from dkfac.tools.recipes.recipe import Hyper, share_of_lr
-from dkfac.tools.recipes.training import train
+from dkfac.tools.recipes.job import TrainingJob
+from dkfac.tools.recipes.recipe import Hyper, lr_fraction
+from dkfac.tools.recipes.training import train_recipe
 
 ALONE = dkfac.distributed.Place(0, 1, torch.device("cpu"))
 QUIET = {"announce": False}
@@ -34,7 +34,7 @@ def job(name, folder, *, data=None, kfac=QUIET, more=None, **hyper):
     rest = {key: value for key, value in hyper.items() if key not in said}
     own = replace(recipe.hyper, **said, more={**recipe.hyper.more, **(more or {})})
     options = {"recipe": recipe, "hyper": recipe.adapt(own, said), "kfac": kfac, "data": data, "folder": Path(folder)}
-    return Job(**options, **rest)
+    return TrainingJob(**options, **rest)
 
 
 def lines(folder, kind):
@@ -43,13 +43,13 @@ def lines(folder, kind):
 
 def weights(folder):
     place = checkpoints.newest(Path(folder) / "checkpoints", [])
-    return checkpoints.read(place, "common", torch.device("cpu"))["model"]
+    return checkpoints.read_state(place, "common", torch.device("cpu"))["model"]
 
 
 @pytest.mark.parametrize("kfac", [None, QUIET], ids=["first order", "kfac"])
 def test_digits_learn(tmp_path, kfac):
     said = []
-    assert train(job("digits-cnn", tmp_path, epochs=3.0, kfac=kfac), ALONE, said.append) == "done"
+    assert train_recipe(job("digits-cnn", tmp_path, epochs=3.0, kfac=kfac), ALONE, said.append) == "done"
     tests = lines(tmp_path, "test")
     assert [round(point["epoch"]) for point in tests] == [1, 2, 3]
     assert tests[-1]["accuracy"] > 0.9
@@ -69,10 +69,12 @@ def test_digits_learn(tmp_path, kfac):
 
 
 def test_the_autoencoder_and_text(tmp_path):
-    train(job("autoencoder", tmp_path / "a", epochs=3.0), ALONE)
+    train_recipe(job("autoencoder", tmp_path / "a", epochs=3.0), ALONE)
     assert lines(tmp_path / "a", "test")[-1]["loss"] < 0.5
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
-    train(job("char-gpt", tmp_path / "b", data=str(tmp_path / "text.txt"), batch=16, epochs=1.0, more=SMALL), ALONE)
+    train_recipe(
+        job("char-gpt", tmp_path / "b", data=str(tmp_path / "text.txt"), batch=16, epochs=1.0, more=SMALL), ALONE
+    )
     points = lines(tmp_path / "b", "step")
     assert points[-1]["loss"] < points[0]["loss"] - 0.3
     assert "accuracy" not in lines(tmp_path / "b", "test")[0]
@@ -87,13 +89,13 @@ def test_fashion_and_cifar(tmp_path):
         write_idx(folder / f"{prefix}-images-idx3-ubyte", random.integers(0, 255, (number, 28, 28)))
         write_idx(folder / f"{prefix}-labels-idx1-ubyte", numpy.arange(number) % 10)
     cheap = {"solver": "cholesky", **QUIET}
-    train(job("fashion-cnn", tmp_path / "f", data=str(folder), batch=20, epochs=1.0, kfac=cheap), ALONE)
+    train_recipe(job("fashion-cnn", tmp_path / "f", data=str(folder), batch=20, epochs=1.0, kfac=cheap), ALONE)
     assert len(lines(tmp_path / "f", "step")) == 3
     folder = tmp_path / "cifar"
     folder.mkdir()
     write_cifar(folder)
     options = {"data": str(folder), "batch": 10, "epochs": 1.0, "more": {"depth": 8}}
-    train(job("cifar10-resnet32", tmp_path / "c", **options), ALONE)
+    train_recipe(job("cifar10-resnet32", tmp_path / "c", **options), ALONE)
     assert len(lines(tmp_path / "c", "step")) == 2
 
 
@@ -105,7 +107,7 @@ def test_imagenet_recipes_take_20_steps_on_a_folder(tmp_path, depth):
     write_folder(tmp_path / "data", sizes=[(80, 70), (70, 90)], number=8)
     options = TINY | ({"max_steps": 20} if depth == 50 else {"max_steps": 2})
     name = f"imagenet-resnet{depth}"
-    train(job(name, tmp_path / "run", data=str(tmp_path / "data"), more={"width": 4}, **options), ALONE)
+    train_recipe(job(name, tmp_path / "run", data=str(tmp_path / "data"), more={"width": 4}, **options), ALONE)
     assert lines(tmp_path / "run", "end")[0]["step"] == options["max_steps"]
     assert all(point["loss"] > 0 for point in lines(tmp_path / "run", "step"))
 
@@ -121,13 +123,13 @@ def test_a_run_goes_on_bitwise(tmp_path, name):
         options |= {"data": str(tmp_path / "data"), "batch": 8, "micro_batch": 4, "max_steps": 8, "epochs": 35.0}
         options["more"] = {"row": 4096, "width": 2}
     whole = job(name, tmp_path / "whole", **options)
-    assert train(whole, ALONE) == "done"
+    assert train_recipe(whole, ALONE) == "done"
     begun = replace(whole, folder=tmp_path / "cut", max_steps=7)
-    train(begun, ALONE)
+    train_recipe(begun, ALONE)
     (tmp_path / "cut/checkpoints/step-00000007/common.pt").write_bytes(b"broken")  # so that it goes on from 5
     said = []
-    train(replace(whole, folder=tmp_path / "cut", resume=True), ALONE, said.append)
-    assert "is passed over: common.pt is damaged" in said[0]
+    train_recipe(replace(whole, folder=tmp_path / "cut", resume=True), ALONE, said.append)
+    assert "is skipped: common.pt is damaged" in said[0]
     assert "step-00000005" in said[1]
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -142,9 +144,9 @@ SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 def on_rank(rank, folder, world_size):
     place = dkfac.distributed.Place(rank, world_size, torch.device("cpu"))
     common = {"data": f"{folder}/text.txt", "batch": 12, "epochs": 1.0, "save_every": 4, "more": SMALL}
-    train(job("char-gpt", f"{folder}/whole", max_steps=10, **common), place)
-    train(job("char-gpt", f"{folder}/cut", max_steps=4, **common), place)
-    return train(job("char-gpt", f"{folder}/cut", max_steps=10, resume=True, **common), place)
+    train_recipe(job("char-gpt", f"{folder}/whole", max_steps=10, **common), place)
+    train_recipe(job("char-gpt", f"{folder}/cut", max_steps=4, **common), place)
+    return train_recipe(job("char-gpt", f"{folder}/cut", max_steps=10, resume=True, **common), place)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -170,18 +172,18 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, status):
     child.send_signal(number)
     said = child.communicate(timeout=60)[1]
     assert child.returncode == status, said
-    assert f"go on with dkfac train digits-cnn --resume {tmp_path / 'run'}" in said
+    assert f"to continue: dkfac train digits-cnn --resume {tmp_path / 'run'}" in said
     last = lines(tmp_path / "run", "end")[0]
     assert checkpoints.newest(tmp_path / "run/checkpoints", []).name == f"step-{last['step']:08d}"
 
 
 def test_schedules():
     line = Hyper(warmup=0.1)
-    assert [share_of_lr(line, step, 100, 0) for step in (0, 9, 10, 55, 99)] == pytest.approx(
+    assert [lr_fraction(line, step, 100, 0) for step in (0, 9, 10, 55, 99)] == pytest.approx(
         [0.1, 1.0, 1.0, 0.5, 1 / 90]
     )
     tenths = Hyper(warmup=0.0, decay="steps", milestones=(35, 75))
-    assert [share_of_lr(tenths, 0, 100, epoch) for epoch in (0, 34.9, 35, 80)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert [lr_fraction(tenths, 0, 100, epoch) for epoch in (0, 34.9, 35, 80)] == pytest.approx([1, 1, 0.1, 0.01])
 
 
 def failed(capsys, *arguments):
@@ -201,17 +203,17 @@ def test_wrong_words_are_refused_before_anything_starts(tmp_path, capsys, monkey
         ("warmup", "nan", "warmup=nan must be in [0, 1]"),
         ("momentum", "7", "momentum=7.0 must be in [0, 1)"),
         ("seed", "99999999999999999999", "seed=99999999999999999999 must be in"),
-        ("steps", "0", "--steps 0: it is 1 or more"),
-        ("save-every", "-1", "--save-every -1: it is 0 or more"),
+        ("steps", "0", "--steps 0: must be 1 or more"),
+        ("save-every", "-1", "--save-every -1: must be 0 or more"),
     ):
         assert wanted in failed(capsys, "train", "digits-cnn", f"--{option}", value)
-    assert "and there is --no-kfac" in failed(capsys, "train", "digits-cnn", "--no-kfac", "--set", "damping=1")
+    assert "but --no-kfac is given" in failed(capsys, "train", "digits-cnn", "--no-kfac", "--set", "damping=1")
     assert "--nproc 0" in failed(capsys, "train", "digits-cnn", "--nproc", "0")
-    assert "batch=33 cannot be shared" in failed(capsys, "train", "digits-cnn", "--nproc", "2", "--batch", "33")
-    assert "has no such figure of its own; it has depth" in failed(capsys, "train", "cifar10-resnet32", "--more", "x=1")
+    assert "batch=33 cannot be divided" in failed(capsys, "train", "digits-cnn", "--nproc", "2", "--batch", "33")
+    assert "has no such hyperparameter; it has depth" in failed(capsys, "train", "cifar10-resnet32", "--more", "x=1")
     assert "not a run folder" in failed(capsys, "train", "digits-cnn", "--resume", "nowhere")
     assert "none of the published rows" in failed(capsys, "train", "imagenet-resnet50-large-batch", "--batch", "100")
-    assert "say which recipe" in failed(capsys, "compare")
+    assert "name a recipe to compare" in failed(capsys, "compare")
     assert "there is no script" in failed(capsys, "compare", "--script", "none.py")
     assert "'a b' is not a number" in failed(capsys, "train", "cifar10-resnet32", "--more", "depth=a b")
     (tmp_path / "mine.py").write_text("")
@@ -235,16 +237,16 @@ def test_missing_data_says_what_to_put_where(tmp_path, capsys, monkeypatch):
     ):
         if name != "fashion-cnn" or not Path(fashion_cnn.DEBIAN).exists():
             assert wanted in failed(capsys, "train", name)
-    assert "leave --data out" in failed(capsys, "train", "digits-cnn", "--data", "here")
+    assert "omit --data" in failed(capsys, "train", "digits-cnn", "--data", "here")
     assert "no text at" in failed(capsys, "train", "char-gpt", "--data", "here")
 
 
 def test_a_folder_is_not_written_over(tmp_path, capsys):
     arguments = ["train", "digits-cnn", "--steps", "2", "--out", str(tmp_path / "a"), "--set", "announce=False"]
     assert main(arguments) == 0
-    assert "has a run already" in failed(capsys, *arguments)
+    assert "already has a run" in failed(capsys, *arguments)
     assert main([*arguments, "--batch", "32", "--out", str(tmp_path / "b")]) == 0
-    assert main([*arguments[:2], "--steps", "4", "--resume", str(tmp_path / "b")]) == 0  # with all it was begun with
+    assert main([*arguments[:2], "--steps", "4", "--resume", str(tmp_path / "b")]) == 0  # with all it was started with
     assert lines(tmp_path / "b", "end")[-1]["step"] == 4
     settings = json.loads((tmp_path / "b/settings.json").read_text())
     assert settings["hyper"]["batch"] == 32
@@ -256,7 +258,7 @@ def test_compare_says_who_was_first(tmp_path, capsys):
     assert main(["compare", "digits-cnn", *options]) == 0
     out = capsys.readouterr().out
     assert "first order" in out
-    assert "the accuracy that the first order ends with" in out
+    assert "the first-order optimizer's final accuracy" in out
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["first-order-0", "first-order-1", "kfac-0", "kfac-1"]
 
 
@@ -294,7 +296,7 @@ def test_a_script_is_compared(tmp_path, monkeypatch, capfd):
     Path("mine.py").write_text(SCRIPT)
     assert main(["compare", "--script", "mine.py", "--steps", "40", "--out", "c", "--", "0.05"]) == 0
     out = capfd.readouterr().out
-    assert "first order's last loss" in out
+    assert "final loss of the first-order run" in out
     for name in ("first-order-0", "kfac-0"):
         assert [entry["step"] for entry in lines(tmp_path / "c" / name, "step")] == list(range(1, 41))
 
@@ -315,7 +317,7 @@ def test_recipes_doctor_and_simulate_speak(capsys, tmp_path, monkeypatch):
     assert "2 layers, 46 parameters preconditioned" in out
     assert "times that without K-FAC" in out
     assert main(["doctor", "my_train:build"]) == 0
-    assert "say --input" in capsys.readouterr().out
+    assert "set --input" in capsys.readouterr().out
     assert "cannot be called without arguments" in failed(capsys, "doctor", "my_train:wrong")
     assert "is not package.module:function" in failed(capsys, "doctor", "my_train")
     assert main(["simulate", "resnet18", "--ranks", "4", "--strategy", "sharded", "--overlap"]) == 0

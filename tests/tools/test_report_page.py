@@ -23,12 +23,12 @@ import dkfac
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.program import expand
 from dkfac.tools.cli import report
-from dkfac.tools.report_page.chart import Axes, Line, line_chart
+from dkfac.tools.report_page.chart import Axes, Series, line_chart
 from dkfac.tools.report_page.groups import group
 from dkfac.tools.report_page.html import Html, number, tag
-from dkfac.tools.report_page.page import SECTIONS, page
-from dkfac.tools.report_page.read import read, real
-from dkfac.tools.report_page.scale import fit, labels, thin
+from dkfac.tools.report_page.page import SECTIONS, build_page
+from dkfac.tools.report_page.read import read_run_folder, real
+from dkfac.tools.report_page.scale import fit_scale, labels, thin
 from dkfac.tools.report_page.stages import parts_of
 
 EVIL = "<script>document.title='bad'</script>\"'&"
@@ -139,7 +139,7 @@ class Reader(HTMLParser):
 
 
 def test_every_section_is_there_when_there_is_data_for_it(runs):
-    text, count = page([runs])
+    text, count = build_page([runs])
     reader = Reader(text)
     assert count == 2
     assert list(reader.words)[1:] == [key for key, _, _ in SECTIONS]
@@ -147,18 +147,18 @@ def test_every_section_is_there_when_there_is_data_for_it(runs):
 
 
 def test_a_first_order_run_alone_has_no_sections_on_kfac(tmp_path):
-    reader = Reader(page([write_run(tmp_path / "sgd", "sgd")])[0])
+    reader = Reader(build_page([write_run(tmp_path / "sgd", "sgd")])[0])
     assert set(reader.words) - {None} == {"result", "curves", "settings"}
 
 
 def test_the_result_is_what_the_folders_say(runs):
-    result = Reader(page([runs])[0]).table("result")
+    result = Reader(build_page([runs])[0]).table("result")
     assert result["test accuracy, final"] == {"K-FAC": "94.00%", "SGD": "95.00%"}
     assert result["test accuracy, best"] == {"K-FAC": "97.00%", "SGD": "95.00%"}
     assert result["test loss, final"] == {"K-FAC": "0.06", "SGD": "0.05"}
     assert result["epochs to test accuracy 95.00%"] == {"K-FAC": "2 | 0.50 × SGD", "SGD": "4"}
     assert result["seconds to test accuracy 95.00%"] == {"K-FAC": "0.3 | 0.75 × SGD", "SGD": "0.4"}
-    assert result["ms a step, median"] == {"K-FAC": "15", "SGD": "10"}
+    assert result["ms per step, median"] == {"K-FAC": "15", "SGD": "10"}
 
 
 def test_seeds_are_one_column_with_their_spread_and_who_fails_is_said(tmp_path):
@@ -166,7 +166,7 @@ def test_seeds_are_one_column_with_their_spread_and_who_fails_is_said(tmp_path):
     for seed, last in finals.items():
         write_run(tmp_path / f"s{seed}", "sgd", seed=seed, tests=[0.5, 0.6, 0.7, last])
         write_run(tmp_path / f"k{seed}", seed=seed, tests=[0.5, 0.6, 0.94 + 0.01 * seed, 0.9])
-    reader = Reader(page([tmp_path])[0])
+    reader = Reader(build_page([tmp_path])[0])
     result = reader.table("result")
     assert result["test accuracy, final"]["SGD"] == "95.00% | 93.00% to 97.00%"
     assert result["epochs to test accuracy 95.00%"] == {"K-FAC": "3 | 0.75 × SGD | by 2 of 3 runs",
@@ -179,7 +179,7 @@ def test_without_accuracy_the_loss_is_the_target(tmp_path):
         folder = write_run(tmp_path / kind, kind)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         write_lines(folder, [{key: value for key, value in line.items() if key != "accuracy"} for line in lines])
-    result = Reader(page([tmp_path])[0]).table("result")
+    result = Reader(build_page([tmp_path])[0]).table("result")
     assert "test accuracy, final" not in result
     assert result["epochs to test loss 0.05"] == {"K-FAC": "2 | 0.50 × SGD", "SGD": "4"}
 
@@ -188,40 +188,40 @@ def test_settings_that_differ_name_the_groups_and_are_listed(tmp_path):
     for name, lr in (("a", 0.1), ("b", 0.3)):
         for seed in range(2):
             write_run(tmp_path / f"{name}{seed}", seed=seed, lr=lr)
-    groups = group([read(path) for path in sorted(tmp_path.iterdir())])
+    groups = group([read_run_folder(path) for path in sorted(tmp_path.iterdir())])
     assert [(one.label, len(one.runs), one.number) for one in groups] == [
         ("K-FAC, lr=0.1", 2, 0),
         ("K-FAC, lr=0.3", 2, 1),
     ]
-    differing = Reader(page([tmp_path])[0]).table("settings")
+    differing = Reader(build_page([tmp_path])[0]).table("settings")
     assert list(differing) == ["hyper.lr", "hyper.seed"]
     assert list(differing["hyper.lr"].values()) == ["0.1", "0.1", "0.3", "0.3"]
 
 
 def test_stages_and_the_rest_are_the_mean_step_also_after_a_resume(tmp_path):
     folder = write_run(tmp_path / "kfac")
-    assert parts_of(read(folder)) == pytest.approx(
+    assert parts_of(read_run_folder(folder)) == pytest.approx(
         {"capture": 2.0, "average": 0.5, "decompose": 1.0, "precondition": 1.0, "rest of the step": 10.5}
     )
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if json.loads(line)["step"] == 21)
     lines.insert(place, json.dumps({"kind": "resume", "step": 20}))  # the timer began anew there
     write_lines(folder, map(json.loads, lines))
-    assert parts_of(read(folder))["capture"] == pytest.approx(4.0)
-    assert sum(parts_of(read(folder)).values()) == pytest.approx(15.0)
+    assert parts_of(read_run_folder(folder))["capture"] == pytest.approx(4.0)
+    assert sum(parts_of(read_run_folder(folder)).values()) == pytest.approx(15.0)
 
 
 def test_bytes_on_the_wire_are_those_of_the_plans_program(runs, plan):
-    text = page([runs])[0]
+    text = build_page([runs])[0]
     program, unit = expand(plan), 1e3
-    for name, kind in (("ordinary", (False, False)), ("measures", (True, False)), ("refreshes", (True, True))):
+    for name, kind in (("ordinary", (False, False)), ("factor", (True, False)), ("refresh", (True, True))):
         wanted = sum(t.num_bytes(0) for t in program.of(0, measures=kind[0], decomposes=kind[1]))
-        shown = re.findall(rf"<title>an? [a-z ]*{name}[a-z ]*, [a-z]+: ([\d.,e-]+) kB a step", text)
+        shown = re.findall(rf"<title>{name} step, [a-z]+: ([\d.,e-]+) kB per step", text)
         assert sum(float(value.replace(",", "")) for value in shown) == pytest.approx(wanted / unit, rel=1e-2), name
 
 
 def test_the_picture_of_the_plan_says_who_does_what(runs, plan):
-    reader = Reader(page([runs])[0])
+    reader = Reader(build_page([runs])[0])
     picture = reader.table("plan")
     assert list(picture) == ["first", EVIL, "head"]
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
@@ -237,12 +237,12 @@ def test_the_picture_of_the_plan_says_who_does_what(runs, plan):
 def test_a_large_plan_and_a_foreign_one_do_not_break_the_page(tmp_path):
     big = make_plan(LISTS["resnet50"], 80, Choices(strategy="hybrid-opt"))
     folder = write_run(tmp_path / "kfac", plan=big)
-    reader = Reader(page([folder])[0])
+    reader = Reader(build_page([folder])[0])
     assert "Not shown: ranks from 64 on" in reader.words["plan"]
     summary = json.loads((folder / "summary.json").read_text())
     for foreign in ({**summary["plan"], "version": 99}, {"version": 2}, []):
         (folder / "summary.json").write_text(json.dumps({**summary, "plan": foreign}))
-        assert "cannot be drawn" in Reader(page([folder])[0]).words["plan"]
+        assert "cannot be drawn" in Reader(build_page([folder])[0]).words["plan"]
 
 
 def test_nothing_from_a_file_is_markup(runs):
@@ -250,7 +250,7 @@ def test_nothing_from_a_file_is_markup(runs):
     settings |= {"recipe": EVIL, EVIL: EVIL, "optimizer": EVIL, "command": "\ud800"}
     (runs / "kfac" / "settings.json").write_text(json.dumps(settings))
     (runs / "sgd" / "environment.json").write_text(json.dumps({"device": EVIL, "date": EVIL}))
-    text = page([runs])[0]
+    text = build_page([runs])[0]
     reader = Reader(text)
     assert text.encode()
     assert EVIL in reader.words["plan"], "positive control: it is there, as text"
@@ -261,7 +261,7 @@ def test_nothing_from_a_file_is_markup(runs):
 
 
 def test_the_page_loads_nothing_and_runs_its_own_script_alone(runs):
-    text = page([runs])[0]
+    text = build_page([runs])[0]
     links = [value for name, value in Reader(text).attributes if name in ("src", "href", "srcset", "action")]
     assert links
     assert [link for link in links if not link.startswith(("#", "data:"))] == []
@@ -280,7 +280,7 @@ def test_values_that_are_no_numbers_leave_gaps(runs, bad):
             if name in line:
                 line[name] = {**line["kfac"], "damping": bad, "grad_norm": bad} if name == "kfac" else bad
     write_lines(runs / "kfac", lines)
-    text = page([runs])[0]
+    text = build_page([runs])[0]
     drawn = [value for name, value in Reader(text).attributes if name in ("d", "x1", "cx", "cy", "width", "data-y")]
     assert not re.search(r"nan|inf|None", " ".join(drawn))
     loss = re.search(r'Training loss</figcaption>.*?d="([^"]*)"[^>]*data-label="K-FAC"', text, re.DOTALL).group(1)
@@ -288,9 +288,9 @@ def test_values_that_are_no_numbers_leave_gaps(runs, bad):
 
 
 def test_all_values_missing_is_no_chart_and_one_value_is_a_dot():
-    assert line_chart("t", [Line("a", [1, 2], [None, None], "red")], Axes("x", "y")) == ""
-    assert line_chart("t", [Line("a", [1, 2], [0.0, -1.0], "red")], Axes("x", "y", True)) == ""
-    assert 'h0"' in line_chart("t", [Line("a", [5], [7.0], "red")], Axes("x", "y"))
+    assert line_chart("t", [Series("a", [1, 2], [None, None], "red")], Axes("x", "y")) == ""
+    assert line_chart("t", [Series("a", [1, 2], [0.0, -1.0], "red")], Axes("x", "y", True)) == ""
+    assert 'h0"' in line_chart("t", [Series("a", [5], [7.0], "red")], Axes("x", "y"))
 
 
 def test_a_long_run_is_thinned(tmp_path):
@@ -298,7 +298,7 @@ def test_a_long_run_is_thinned(tmp_path):
     lines = [json.dumps({"kind": "step", "step": i, "epoch": i / 100, "seconds": i / 50, "lr": 0.1,
                          "loss": 9.0 if i == 77_777 else 1 + i % 7 / 10}) for i in range(1, 100_001)]  # fmt: skip
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    text = page([folder])[0]
+    text = build_page([folder])[0]
     assert len(text) < 500_000
     loss = re.search(r'Training loss</figcaption>.*?d="([^"]*)"', text, re.DOTALL).group(1)
     points = re.findall(r"[ML]([\d.]+) ([\d.]+)", loss)
@@ -324,7 +324,7 @@ def test_thinning_keeps_the_ends_and_the_extremes(ys, most):
 @settings(deadline=None, derandomize=True)
 @given(st.lists(numbers, min_size=1), st.booleans())
 def test_scales_hold_their_values_and_ticks(values, is_log):
-    scale = fit(values, 10, 110, is_log=is_log)
+    scale = fit_scale(values, 10, 110, is_log=is_log)
     known = [v for v in values if v is not None and (v > 0 or not is_log)]
     assert (scale is None) == (not known)
     if scale is None:
@@ -349,7 +349,7 @@ def test_numbers_are_written_for_people():
 
 def command(*arguments):
     parser = argparse.ArgumentParser()
-    report.add_to(parser.add_subparsers())
+    report.add_report_command(parser.add_subparsers())
     chosen = parser.parse_args(["report", *map(str, arguments)])
     return chosen.run(chosen)
 
@@ -358,7 +358,7 @@ def test_the_command_writes_the_page_of_folders_and_folders_of_them(runs, tmp_pa
     out = tmp_path / "page.html"
     assert command(runs, runs / "sgd", "-o", out) == 0
     assert re.match(rf"wrote {re.escape(str(out))}: 2 runs, \d+ kB", capsys.readouterr().out)
-    assert out.read_text() == page([runs])[0]
+    assert out.read_text() == build_page([runs])[0]
     assert command(runs.parent, "-o", out) == 0  # as `dkfac report runs/` after a comparison
     assert f"wrote {out}: 2 runs" in capsys.readouterr().out
 
@@ -375,18 +375,18 @@ def test_what_is_wrong_is_said_with_where_and_what_to_do(runs, tmp_path):
         return str(caught.value)
 
     said = refused(tmp_path / "nowhere")
-    assert "nowhere is not a run folder: it is no folder" in said
-    assert "dkfac train --out" in said
+    assert "nowhere is not a run folder: it is not a folder" in said
+    assert "use the --out of `dkfac train`" in said
     (tmp_path / "empty").mkdir()
     assert "has no settings.json and metrics.jsonl" in refused(tmp_path / "empty")
     metrics.write_text(whole[:-20])  # a run that was killed while it wrote
     assert command(folder, "-o", tmp_path / "killed.html") == 0
     metrics.write_text(f'{whole}{{"kind": "st\n{whole}')
     said = refused(folder)
-    assert f"{metrics} is cut short or damaged at line {len(whole.splitlines()) + 1}" in said
+    assert f"{metrics} is truncated or damaged at line {len(whole.splitlines()) + 1}" in said
     assert said.endswith("delete that line")
     metrics.write_text("")
-    assert f"{metrics} has nothing logged yet" in refused(folder)
+    assert f"{metrics} has no entries yet" in refused(folder)
     metrics.write_text(whole)
     for wrong in ("{", '[{"title": "x"}]', "{}", '[{"title": "x", "spans": [{"rank": 0}]}]', "3"):
         (folder / "timeline.json").write_text(wrong)
@@ -400,8 +400,8 @@ def test_what_is_wrong_is_said_with_where_and_what_to_do(runs, tmp_path):
     (folder / "settings.json").write_text("{")
     said = refused(folder)
     assert said.startswith(f"{folder / 'settings.json'} is not JSON")
-    assert said.endswith(f"mend it, or leave {folder} out"), "no resume writes it anew"
-    with pytest.raises(ValueError, match=r"metrics.jsonl: the page is HTML; give a name that ends in .html"):
+    assert said.endswith(f"correct it, or omit {folder}"), "no resume writes it anew"
+    with pytest.raises(ValueError, match=r"metrics.jsonl: the page is HTML; use a name that ends in .html"):
         command(folder, "-o", metrics)
     with pytest.raises(ValueError, match="there is no folder"):
         command(folder, "-o", tmp_path / "no" / "page.html")
@@ -413,11 +413,11 @@ def test_a_run_that_cannot_be_shown_is_left_out_of_a_folder_of_runs_and_named(ru
     assert command(runs, "-o", tmp_path / "page.html") == 0
     said = capsys.readouterr()
     assert ": 1 run," in said.out
-    assert said.err.startswith(f"dkfac report: left out: {metrics} has nothing logged yet")
-    with pytest.raises(ValueError, match="nothing logged yet"):
+    assert said.err.startswith(f"dkfac report: skipped: {metrics} has no entries yet")
+    with pytest.raises(ValueError, match="no entries yet"):
         command(runs, runs / "kfac", "-o", tmp_path / "none.html")
     (runs / "sgd" / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="nothing logged yet"):
+    with pytest.raises(ValueError, match="no entries yet"):
         command(runs, "-o", tmp_path / "none.html")
 
 
@@ -426,30 +426,32 @@ def test_a_run_under_way_or_stopped_is_shown_and_said(runs):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (folder / "summary.json").unlink()
     write_lines(folder, lines[:5])
-    words = Reader(page([runs])[0]).words[None]
+    words = Reader(build_page([runs])[0]).words[None]
     assert "kfac has not ended: it is at step 5 of 40" in words
     assert "kfac has no summary.json yet" in words
     write_lines(folder, [*lines[:5], {"kind": "end", "step": 5, "reason": "SIGTERM"}])
-    assert "kfac was stopped at step 5 of 40 (SIGTERM)" in Reader(page([runs])[0]).words[None]
+    assert "kfac was stopped at step 5 of 40 (SIGTERM)" in Reader(build_page([runs])[0]).words[None]
     settings = json.loads((folder / "settings.json").read_text())
     del settings["num_steps"]
     (folder / "settings.json").write_text(json.dumps(settings))
-    assert "kfac was stopped at step 5 (SIGTERM)" in Reader(page([runs])[0]).words[None]
+    assert "kfac was stopped at step 5 (SIGTERM)" in Reader(build_page([runs])[0]).words[None]
 
 
 def test_a_real_run_is_read(tmp_path):
     from dkfac.tools.recipes.every import RECIPES
-    from dkfac.tools.recipes.job import Job
-    from dkfac.tools.recipes.training import train
+    from dkfac.tools.recipes.job import TrainingJob
+    from dkfac.tools.recipes.training import train_recipe
 
     recipe, place = RECIPES["digits-cnn"], dkfac.distributed.Place(0, 1, torch.device("cpu"))
     settings = {"announce": False, "factor_interval": 1, "inverse_interval": 2, "experimental": {"staleness": "change"}}
     for name, kfac in (("sgd", None), ("kfac", settings)):
-        train(Job(recipe=recipe, hyper=recipe.hyper, kfac=kfac, folder=tmp_path / name, max_steps=3), place)
-    reader = Reader(page([tmp_path])[0])
+        train_recipe(
+            TrainingJob(recipe=recipe, hyper=recipe.hyper, kfac=kfac, folder=tmp_path / name, max_steps=3), place
+        )
+    reader = Reader(build_page([tmp_path])[0])
     assert set(reader.words) - {None} == {key for key, _, _ in SECTIONS} - {"timeline", "wire"}
     assert reader.table("result")["steps"] == {"K-FAC": "3", "SGD": "3"}
-    assert "When statistics were refreshed" in reader.words["control"]
+    assert "Refresh intervals by factor" in reader.words["control"]
 
 
 # --- how it looks --------------------------------------------------------------------------------------------

@@ -110,8 +110,8 @@ def test_several_optimizers_are_listed_and_nothing_is_trained_by_chance(two, run
     result = run(two)
     assert result.returncode == 1
     assert "the script has 2 optimizers" in result.stderr
-    assert "--target 1  SGD of 12 parameters" in result.stderr
-    assert "--target 2  Adam of 4 parameters" in result.stderr
+    assert "--target 1  SGD with 12 parameters" in result.stderr
+    assert "--target 2  Adam with 4 parameters" in result.stderr
     assert "done" not in result.stdout
 
 
@@ -128,7 +128,7 @@ def test_a_target_chooses_by_number_optimizer_or_model(two, target, optimizer, r
 def test_a_target_that_is_not_there_is_named_after_the_script(two, run):
     result = run("--target", "Sculptor", two)
     assert result.returncode == 3
-    assert "K-FAC was not attached: nothing that was trained fits --target Sculptor" in result.stderr
+    assert "K-FAC was not attached: no trained module or optimizer matches --target Sculptor" in result.stderr
 
 
 @pytest.mark.parametrize(

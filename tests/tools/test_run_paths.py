@@ -20,7 +20,7 @@ from dkfac.tools.cli.main import main
 from dkfac.tools.recipes import checkpoints, signals, training
 from dkfac.tools.recipes.signals import Signals
 from dkfac.tools.recipes.tensors import Tensors
-from dkfac.tools.recipes.training import train
+from dkfac.tools.recipes.training import train_recipe
 
 
 def test_a_disk_that_is_full_does_not_end_a_run(tmp_path):
@@ -40,29 +40,29 @@ def test_a_disk_that_is_full_does_not_end_a_run(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "a"
-    train(job("digits-cnn", folder, max_steps=6, save_every=3), ALONE)
+    train_recipe(job("digits-cnn", folder, max_steps=6, save_every=3), ALONE)
     return folder
 
 
 def test_a_wrong_resume_changes_nothing(run, capsys, tmp_path):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     resume = ["--resume", str(run)]
-    assert "is of recipe digits-cnn, not autoencoder" in failed(capsys, "train", "autoencoder", *resume)
-    assert "was begun with 64" in failed(capsys, "train", "digits-cnn", *resume, "--batch", "32")
-    assert "was begun with 0" in failed(capsys, "train", "digits-cnn", *resume, "--seed", "1")
-    assert "was begun with K-FAC" in failed(capsys, "train", "digits-cnn", *resume, "--no-kfac")
-    assert "leave --out out" in failed(capsys, "train", "digits-cnn", *resume, "--out", str(tmp_path / "b"))
+    assert "is from recipe digits-cnn, not autoencoder" in failed(capsys, "train", "autoencoder", *resume)
+    assert "was started with 64" in failed(capsys, "train", "digits-cnn", *resume, "--batch", "32")
+    assert "was started with 0" in failed(capsys, "train", "digits-cnn", *resume, "--seed", "1")
+    assert "was started with K-FAC" in failed(capsys, "train", "digits-cnn", *resume, "--no-kfac")
+    assert "omit --out" in failed(capsys, "train", "digits-cnn", *resume, "--out", str(tmp_path / "b"))
     wrong = job("digits-cnn", run, kfac=None, resume=True)
-    with pytest.raises(ValueError, match="is of a run with K-FAC"):
-        train(wrong, ALONE)
-    with pytest.raises(ValueError, match="no whole checkpoint"):
-        train(replace(wrong, kfac=QUIET, resume_at="step-00000099"), ALONE)
+    with pytest.raises(ValueError, match="is from a run with K-FAC"):
+        train_recipe(wrong, ALONE)
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        train_recipe(replace(wrong, kfac=QUIET, resume_at="step-00000099"), ALONE)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_checkpoint_can_be_chosen_and_later_ones_go(run):
     said = []
-    train(job("digits-cnn", run, max_steps=5, resume=True, resume_at="step-00000003"), ALONE, said.append)
+    train_recipe(job("digits-cnn", run, max_steps=5, resume=True, resume_at="step-00000003"), ALONE, said.append)
     assert f"resumed from {run}/checkpoints/step-00000003" in said
     assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-00000003", "step-00000005"]
     assert [entry["step"] for entry in lines(run, "step")] == [1, 2, 3, 4, 5]
@@ -72,7 +72,7 @@ def test_a_folder_in_use_is_refused(run):
     with open(run / ".lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="is in use by another process"):
-            train(job("digits-cnn", run, max_steps=7, resume=True), ALONE)
+            train_recipe(job("digits-cnn", run, max_steps=7, resume=True), ALONE)
 
 
 def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(tmp_path, capsys):
@@ -87,13 +87,15 @@ def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(tmp_path, cap
         path.rmdir()
     (tmp_path / "a/metrics.jsonl").write_bytes(b'null\n\xff\xff\n{"kind": "st')
     assert main([*common, "--resume", str(tmp_path / "a")]) == 0
-    assert "no checkpoint yet: the run begins anew" in capsys.readouterr().err
+    assert "no checkpoint yet: the run starts from the beginning" in capsys.readouterr().err
     assert [entry["kind"] for entry in lines(tmp_path / "a", "end")] == ["end"]
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(RuntimeError, match=r"the weights are not finite at step 1 .*: lower lr$"):
-        train(job("digits-cnn", tmp_path / "a", kfac=None, lr=1e30, weight_decay=1e30, warmup=0.0, save_every=1), ALONE)
+        train_recipe(
+            job("digits-cnn", tmp_path / "a", kfac=None, lr=1e30, weight_decay=1e30, warmup=0.0, save_every=1), ALONE
+        )
     assert not (tmp_path / "a/checkpoints").exists()
 
 
@@ -112,7 +114,7 @@ def spoiled(rank, folder, with_kfac):
         return found * torch.nan if rank == 1 and output.requires_grad and next(count) == 5 else found
 
     try:
-        return train(replace(one, recipe=replace(one.recipe, load=load, loss=loss)), place)
+        return train_recipe(replace(one, recipe=replace(one.recipe, load=load, loss=loss)), place)
     except RuntimeError as error:
         return str(error)
 
@@ -142,10 +144,10 @@ def said_by_first(rank):
 
 
 def test_a_checkpoint_that_lacks_a_ranks_file_is_not_whole(tmp_path):
-    checkpoints.write(tmp_path, 1, "common", {})
-    checkpoints.write(tmp_path, 1, "rank-0", {})
-    place = checkpoints.finish(tmp_path, 1, {"world_size": 2})
-    assert checkpoints.fault(place) == "rank-1.pt was not written to it"
+    checkpoints.write_state(tmp_path, 1, "common", {})
+    checkpoints.write_state(tmp_path, 1, "rank-0", {})
+    place = checkpoints.commit(tmp_path, 1, {"world_size": 2})
+    assert checkpoints.fault(place) == "rank-1.pt was not written"
     (tmp_path / "latest").write_bytes(b"step-\xff")
     assert checkpoints.newest(tmp_path, []) is None
 

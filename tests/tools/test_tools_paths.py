@@ -116,20 +116,20 @@ def test_the_reasons_why_nothing_can_be_preconditioned_are_said(project, capsys,
 def test_a_layer_that_is_not_called_is_noted_and_the_rest_reported(project, capsys):
     assert main(["doctor", "mine:Partly", "--input", "16,8"]) == 0
     out = capsys.readouterr().out
-    assert "not called in a forward, so left out of memory and times: b\n" in out
+    assert "not called in the forward pass, so not included in memory and times: b\n" in out
     assert "times that without K-FAC" in out
     for command in ("plan", "simulate"):
         assert main([command, "mine:Partly", "--input", "16,8", "--ranks", "2"]) == 0
         said = capsys.readouterr()
-        assert said.err == f"dkfac {command}: not called in a forward, so left out of memory and times: b\n"
+        assert said.err == f"dkfac {command}: not called in the forward pass, so not included in memory and times: b\n"
         assert "ms" in said.out
-    assert "was called in a forward: a, b" in refused(capsys, "doctor", "mine:idle", "--input", "16,8")
+    assert "was called in the forward pass: a, b" in refused(capsys, "doctor", "mine:idle", "--input", "16,8")
 
 
 @pytest.mark.parametrize("model", ["./mine.py:good", "mine.py:good", ".mine:good", ":good", "mine:", "mine", "a..b:c"])
 def test_what_is_no_name_of_a_function_is_refused(project, capsys, model):
     line = refused(capsys, "doctor", model)
-    assert line == f"dkfac doctor: {model!r} is not package.module:function, as in my_train:build_model"
+    assert line == f"dkfac doctor: {model!r} is not package.module:function, for example my_train:build_model"
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_what_is_no_name_of_a_function_is_refused(project, capsys, model):
         ("lines:f", ["RuntimeError: no licence, at {folder}/lines.py:1"]),
         ("lacks:f", ["ModuleNotFoundError: No module named 'surely_nowhere', at {folder}/lacks.py:1"]),
         ("script:f", ["'script' cannot be imported: SystemExit: 2, at {folder}/script.py:3"]),
-        ("nowhere:f", ["(No module named 'nowhere'); it is looked for in this folder and on PYTHONPATH"]),
-        ("mine.deep:f", ["it is looked for in this folder and on PYTHONPATH"]),
+        ("nowhere:f", ["(No module named 'nowhere'); it is searched for in this folder and on PYTHONPATH"]),
+        ("mine.deep:f", ["it is searched for in this folder and on PYTHONPATH"]),
         ("mine:quits", ["SystemExit: 4, at {folder}/mine.py:30"]),
         ("mine:refuses", ["negative dimension", ", at {folder}/mine.py:33"]),
         ("mine:nothing", ["'mine' has no 'nothing'"]),
@@ -153,7 +153,7 @@ def test_a_users_own_error_is_one_line_with_its_place(project, capsys, model, wo
         assert word.format(folder=project) in line
 
 
-COUNTS = "--ranks and the intervals are 1 or more"
+COUNTS = "--ranks and the intervals must be 1 or more"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ COUNTS = "--ranks and the intervals are 1 or more"
         *((["simulate", "resnet18", "--ranks", "2", "--inverse-interval", n], COUNTS) for n in ("0", "-100")),
         *((["doctor", "mine:good", "--inverse-interval", n], COUNTS) for n in ("0", "-100")),
         (["doctor", "mine:good", "--input", "16,8", "--factor-interval", "-10"], COUNTS),
-        (["plan", "resnet18", "--ranks", "2", "--top", "0"], "--top 0 is not a number of strategies"),
-        (["plan", "resnet18", "--ranks", "2", "--top", "-3"], "--top -3 is not a number of strategies"),
+        (["plan", "resnet18", "--ranks", "2", "--top", "0"], "--top 0: must be 1 or more"),
+        (["plan", "resnet18", "--ranks", "2", "--top", "-3"], "--top -3: must be 1 or more"),
         (["plan", "resnet18", "--ranks", "2", "--memory=-5GB"], "--memory '-5GB' is not an amount"),
         (["plan", "resnet18", "--ranks", "2", "--memory", "infGB"], "--memory 'infGB' is not an amount"),
         (["doctor", "mine:good", "--input", "16,-8"], "--input '16,-8' is not a shape"),
@@ -173,8 +173,8 @@ COUNTS = "--ranks and the intervals are 1 or more"
             ["measure", "-o", "c.json", "--device", "cpu", "--largest", "-5"],
             "--largest -5 leaves too little to measure",
         ),
-        (["measure", "-o", "c.json", "--device", "cpu", "--largest", "31"], "too little to measure: 32 or more"),
-        (["measure", "-o", ".", "--device", "cpu", "--largest", "32"], "-o . is a folder: name a file in it"),
+        (["measure", "-o", "c.json", "--device", "cpu", "--largest", "31"], "too little to measure: use 32 or more"),
+        (["measure", "-o", ".", "--device", "cpu", "--largest", "32"], "-o . is a folder: use the name of a file"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )

@@ -1,4 +1,7 @@
-"""The command line."""
+"""The command ``dkfac``.
+
+Input: arguments of the command line. Output: the exit status; wrong input is one line on stderr. Owns: the parser.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dkfac.tools.cli import compare, doctor, measure, plan, report, run, simulat
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what it does not know, with what may have been meant."""
+    """An argument parser that suggests the closest option for an unknown one."""
 
     words: Sequence[str] = ()
 
@@ -27,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         super().error(f"{message}; did you mean {near[0]}?" if near else message)
 
     def _known_actions(self) -> list[argparse.Action]:
-        """Return those of the command that was given."""
+        """Return the actions of this parser and of the subcommand in use."""
         found = list(self._actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -37,24 +40,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; wrong input ends in one line on stderr and exit status 2."""
+    """Run a command and return its exit status. Wrong input prints one line to stderr and returns 2."""
     parser = Parser(prog="dkfac", description="Distributed K-FAC for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    train.add_to(commands)
-    compare.add_to(commands)
-    report.add_to(commands)
-    measure.add_to(commands)
-    plan.add_to(commands)
-    run.add_to(commands)
-    simulate.add_to(commands)
-    doctor.add_to(commands)
+    train.add_train_command(commands)
+    compare.add_compare_command(commands)
+    report.add_report_command(commands)
+    measure.add_measure_command(commands)
+    plan.add_plan_command(commands)
+    run.add_run_command(commands)
+    simulate.add_simulate_command(commands)
+    doctor.add_doctor_command(commands)
     parser.words = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     try:
         status: int | Callable[[], int] = given.run(given)
-        if not isinstance(status, int) and given.command != "run":  # a script's own errors are its own
+        if not isinstance(status, int) and given.command != "run":  # errors of the user's script are not caught here
             status = status()
-    except BrokenPipeError:  # whoever read what was printed has had enough
+    except BrokenPipeError:  # the reader of stdout closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:

@@ -1,12 +1,15 @@
-"""What a person sees of a run: plain lines."""
+"""Progress output of a run as plain lines.
+
+Input: lines of text. Output: the lines on a stream. Owns: whether the last line on a terminal is still open.
+"""
 
 from __future__ import annotations
 
 from typing import TextIO
 
 
-class Progress:
-    """Prints lines; on a terminal the last one of a kind takes the place of the one before."""
+class LinePrinter:
+    """Prints lines. On a terminal, a line about a step overwrites the previous one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._is_terminal = stream, stream.isatty()

@@ -1,4 +1,7 @@
-"""``dkfac report``: one HTML page of run folders."""
+"""``dkfac report``: write one HTML page about run folders.
+
+Input: run folders. Output: an HTML file. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,37 @@ from pathlib import Path
 from typing import Any
 
 
-def add_to(commands: Any) -> None:
+def add_report_command(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         allow_abbrev=False,
-        help="one HTML page of run folders",
-        description="Writes one HTML page, which needs no network, of what `dkfac train` and `dkfac compare` wrote: "
-        "accuracy and loss, time by stage, plan, memory, step control, spectra, transfers and settings. Runs of one "
-        "setting with different seeds are shown together; a folder of run folders stands for all in it.",
+        help="write one HTML page about run folders",
+        description="Writes one self-contained HTML page about the runs of `dkfac train` and `dkfac compare`: accuracy "
+        "and loss, time by stage, plan, memory, step control, spectra, transfers and settings. Runs that differ only "
+        "in the seed are grouped. A folder of run folders stands for all run folders in it.",
     )
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder, or a folder of some")
-    add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
-    parser.set_defaults(run=run)
+    add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, or a folder of run folders")
+    add(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the file to write (default: report.html)",
+    )
+    parser.set_defaults(run=_run)
 
 
-def run(given: argparse.Namespace) -> int:
+def _run(given: argparse.Namespace) -> int:
     if given.out.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"-o {given.out}: the page is HTML; give a name that ends in .html")
+        raise ValueError(f"-o {given.out}: the page is HTML; use a name that ends in .html")
     if not given.out.parent.is_dir():
-        raise ValueError(f"-o {given.out}: there is no folder {given.out.parent}; make it first")
+        raise ValueError(f"-o {given.out}: there is no folder {given.out.parent}; create it first")
     from dkfac.tools.report_page.html import counted
-    from dkfac.tools.report_page.page import page
+    from dkfac.tools.report_page.page import build_page
 
-    text, number = page(given.runs, lambda line: print(f"dkfac report: {line}", file=sys.stderr))
+    text, number = build_page(given.runs, lambda line: print(f"dkfac report: {line}", file=sys.stderr))
     given.out.write_text(text, encoding="utf-8")
     runs = counted(number, "run")
     print(f"wrote {given.out}: {runs}, {len(text.encode()) / 1e3:,.0f} kB; open it in a browser")

@@ -1,4 +1,7 @@
-"""``dkfac run``: add K-FAC to a training script that knows nothing of it."""
+"""``dkfac run``: run an unmodified training script with K-FAC.
+
+Input: a script and settings. Output: the script's exit status, or 3 if K-FAC was not attached. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,51 +17,51 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 
-def add_to(commands: Any) -> None:
+def add_run_command(commands: Any) -> None:
     from dkfac.config.settings import Strategy
     from dkfac.tools.settings_table import help_lines
 
     about = (
-        "Runs a script and adds K-FAC where its model first trains with the optimizer it built. Under "
-        "torchrun: torchrun --nproc-per-node N -m dkfac run train.py arguments of the script"
+        "Runs a script and attaches K-FAC to its model and optimizer at the first training forward pass. Under "
+        "torchrun: torchrun --nproc-per-node N -m dkfac run train.py ARGUMENTS"
     )
     parser = commands.add_parser(
         "run",
-        help="add K-FAC to a training script that knows nothing of it",
+        help="run an unmodified training script with K-FAC",
         description=textwrap.fill(about, 100),
         epilog=help_lines(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--strategy", choices=get_args(Strategy), help="who does what under torch.distributed")
-    add("--damping", type=float, help="added to the curvature")
+    add("--strategy", choices=get_args(Strategy), help="how work is distributed under torch.distributed")
+    add("--damping", type=float, help="damping added to the curvature")
     add(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any setting, below; may be given several times",
+        help="any setting listed below; can be repeated",
     )
-    add("--target", help="with several optimizers: the number of one, or the class of an optimizer or model")
+    add("--target", help="for a script with several optimizers: the number of one, or its class or its model's class")
     add("script", type=Path, help="the script, followed by its own arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_check)
 
 
-def run(given: argparse.Namespace) -> Callable[[], int]:
-    """Return what runs the script, everything checked that can be before."""
+def _check(given: argparse.Namespace) -> Callable[[], int]:
+    """Check the options and return a function that runs the script."""
     if not given.script.is_file():
         raise ValueError(f"there is no script {given.script}")
     options = read_options(given)
-    return lambda: _run(given, options)
+    return lambda: _run_script(given, options)
 
 
-def _run(given: argparse.Namespace, options: dict[str, Any]) -> int:
-    from dkfac.tools.cli.watch import Watch, say
+def _run_script(given: argparse.Namespace, options: dict[str, Any]) -> int:
+    from dkfac.tools.cli.watch import ScriptWatcher, say
 
     sys.argv = [str(given.script), *given.arguments]
     sys.path[0] = str(given.script.resolve().parent)
-    with Watch(options, given.target) as watch:
+    with ScriptWatcher(options, given.target) as watch:
         try:
             runpy.run_path(os.path.abspath(given.script), run_name="__main__")
         except SystemExit as end:
@@ -73,7 +76,7 @@ def _run(given: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def read_options(given: argparse.Namespace, others: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return K-FAC's settings, checked, together with ``others`` that they are added to, before the script starts."""
+    """Return the settings of ``--set``, checked in combination with ``others``, the settings that they are added to."""
     from dkfac.config.experimental import ExperimentalSettings, move_old_keywords
     from dkfac.config.row import rows_by_name
     from dkfac.config.settings import Settings
@@ -83,13 +86,13 @@ def read_options(given: argparse.Namespace, others: Mapping[str, Any] = MappingP
     for text in given.set:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--set {text}: a setting is NAME=VALUE, as in --set inverse_interval=50")
+            raise ValueError(f"--set {text}: use NAME=VALUE, for example --set inverse_interval=50")
         group, _, inner = name.rpartition(".")
         own = (extra if group == "experimental" else rows | extra).get(inner)
         read = read_value(value, is_flag=own is not None and own.kind == "flag")
         if group == "experimental":
             name, read = group, {inner: read}
-        if name == "experimental" and isinstance(read, dict):  # what was said first holds, then the recipe's
+        if name == "experimental" and isinstance(read, dict):  # earlier options take precedence, then the recipe's
             read = {**others.get(name, {}), **read, **options.get(name, {})}
         options[name] = read
     for name in ("strategy", "damping"):
@@ -98,13 +101,13 @@ def read_options(given: argparse.Namespace, others: Mapping[str, Any] = MappingP
     options = move_old_keywords(options)
     unknown = [name for name in options if name not in rows]
     if unknown:
-        raise ValueError(f"--set {unknown[0]}: K-FAC has no such setting; it has {', '.join(sorted(rows))}")
+        raise ValueError(f"--set {unknown[0]}: K-FAC has no such setting; the settings are {', '.join(sorted(rows))}")
     Settings(**{**others, **options})
     return options
 
 
 def read_value(text: str, *, is_flag: bool) -> Any:
-    """Return a Python value, or the text where it is none; flags may be spelled true and false."""
+    """Return the text as a Python literal, or unchanged if it is none. Flags may be spelled ``true`` and ``false``."""
     text = text.capitalize() if is_flag else text
     try:
         return ast.literal_eval(text)

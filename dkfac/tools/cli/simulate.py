@@ -1,4 +1,7 @@
-"""``dkfac simulate``: one strategy's steps, stage by stage, without running anything."""
+"""``dkfac simulate``: predict the steps of one strategy, stage by stage, without running anything.
+
+Input: a model, a cluster, a strategy. Output: the seconds of each stage, and a trace on request. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,30 @@ from dkfac.plan.search import predict
 from dkfac.tools.cli.plan import check_counts, read_batch, read_cluster, read_shapes, write_step
 
 
-def add_to(commands: Any) -> None:
+def add_simulate_command(commands: Any) -> None:
     parser = commands.add_parser(
-        "simulate", help="one strategy's steps, stage by stage, on a cluster", allow_abbrev=False,
-        description="Simulates the kinds of steps of one strategy: work, and transfers hidden and waited for.",
+        "simulate", help="predict the steps of one strategy, stage by stage, on a cluster", allow_abbrev=False,
+        description="Simulates each kind of step of one strategy: compute, and hidden and exposed transfers.",
     )  # fmt: skip
     add = parser.add_argument
-    add("model", help=f"{', '.join(MODELS)}, or package.module:function, which is built on the meta device")
+    add("model", help=f"{', '.join(MODELS)}, or package.module:function, to be built on the meta device")
     add("--ranks", type=int, required=True)
     add("--strategy", default="comm-opt", choices=[s for s in get_args(Strategy) if s != "auto"])
-    add("--cluster", default="guessed", help="a file of `dkfac measure`, or a preset")
-    add("--gpus-per-node", type=int, help="ranks on a host, instead of the cluster's")
-    add("--batch", type=int, default=32, help="examples of a rank")
-    add("--input", help="shape of the input, as in 128,3,224,224, for package.module:function")
-    add("--tokens", action="store_true", help="the input is numbers of tokens")
-    add("--overlap", action="store_true", help="factors travel during forward and backward")
+    add("--cluster", default="guessed", help="a file written by `dkfac measure`, or a preset")
+    add("--gpus-per-node", type=int, help="ranks per host; default: the cluster's")
+    add("--batch", type=int, default=32, help="examples per rank")
+    add("--input", help="shape of the input, for example 128,3,224,224, for package.module:function")
+    add("--tokens", action="store_true", help="the input is token indices")
+    add("--overlap", action="store_true", help="send factors during forward and backward")
     add("--factor-interval", type=int, default=10)
     add("--inverse-interval", type=int, default=100)
     add("--solver", default="eigen", choices=get_args(Solver))
-    add("--trace", type=Path, help="write the refreshing step for Perfetto")
-    add("--gantt", type=Path, help="draw it, as .png or .svg")
-    parser.set_defaults(run=run)
+    add("--trace", type=Path, help="write a trace of the refresh step for Perfetto")
+    add("--gantt", type=Path, help="draw the refresh step, as .png or .svg")
+    parser.set_defaults(run=_run)
 
 
-def run(given: argparse.Namespace) -> int:
+def _run(given: argparse.Namespace) -> int:
     check_counts(given)
     cluster, shapes = read_cluster(given), read_shapes(given)
     work = work_of(shapes, read_batch(given), cluster.costs)
@@ -46,14 +49,13 @@ def run(given: argparse.Namespace) -> int:
     )  # fmt: skip
     plan = make_plan([shape.spec for shape in shapes], given.ranks, choices, cluster, work)
     found = predict(plan, choices, given.overlap, cluster, work, keep=3)
-    print(
-        f"{given.model}, {found.name}, {given.ranks} ranks, cluster {cluster.name}: {1e3 * found.seconds:.1f} ms a step"
-    )
+    what = f"{given.model}, {found.name}, {given.ranks} ranks, cluster {cluster.name}"
+    print(f"{what}: {1e3 * found.seconds:.1f} ms per step")
     for name, number, timeline in found.steps:
         busy = sorted(timeline.busy(0).items(), key=lambda item: -item[1])
-        waited = [(stage, exposed) for stage, (_, exposed) in timeline.network(0).items() if exposed > 5e-5]
+        exposed = [(stage, seconds) for stage, (_, seconds) in timeline.network(0).items() if seconds > 5e-5]
         stages = [f"{stage} {1e3 * seconds:.1f}" for stage, seconds in busy]
-        stages += [f"{stage} {1e3 * seconds:.1f} waited for" for stage, seconds in waited]
+        stages += [f"{stage} {1e3 * seconds:.1f} exposed" for stage, seconds in exposed]
         print(f"  {name}, {number} of {given.inverse_interval}: {1e3 * timeline.seconds:.1f} ms: {', '.join(stages)}")
-    write_step(given, f"{given.model}, {found.name}, refreshing step", found.steps[0][2])
+    write_step(given, f"{given.model}, {found.name}, refresh step", found.steps[0][2])
     return 0

@@ -1,4 +1,7 @@
-"""``dkfac train`` and ``dkfac recipes``: train a recipe into a run folder."""
+"""``dkfac train`` and ``dkfac recipes``: train a recipe into a run folder; list the recipes.
+
+Input: options of the command line. Output: a run folder and an exit status. Owns: nothing; ``recipes/`` owns the run.
+"""
 
 from __future__ import annotations
 
@@ -31,43 +34,49 @@ HYPER = (
 STATUS = {"done": 0, "SIGINT": 130, "SIGTERM": 143}
 
 
-def add_to(commands: Any) -> None:
+def add_train_command(commands: Any) -> None:
     parser = commands.add_parser(
         "train", help="train a recipe, with checkpoints and a log", allow_abbrev=False,
-        description="Trains a recipe (see `dkfac recipes`) into a run folder; `dkfac report` makes a page of it.",
+        description="Trains a recipe (see `dkfac recipes`) into a run folder, which `dkfac report` turns into a page.",
     )  # fmt: skip
-    parser.add_argument("recipe", help="its name")
-    parser.add_argument("--no-kfac", action="store_true", help="the first-order optimizer alone")
+    parser.add_argument("recipe", help="name of the recipe")
+    parser.add_argument("--no-kfac", action="store_true", help="train with the first-order optimizer alone")
     add_options(parser)
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder, bitwise")
-    parser.set_defaults(run=run)
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="resume the run in this folder, bitwise")
+    parser.set_defaults(run=_run)
     listing = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes.")
     listing.set_defaults(run=list_recipes)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what training and comparing have in common."""
+    """Add the options that ``train`` and ``compare`` share."""
     from dkfac.tools.recipes.recipe import Hyper
 
     add = parser.add_argument
-    add("--data", metavar="PATH", help="of the data, where the recipe needs some")
+    add("--data", metavar="PATH", help="path of the data, if the recipe needs any")
     add("--out", type=Path, metavar="RUN", help="the run folder (default runs/RECIPE-TIME)")
     add("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
-    add("--steps", type=int, metavar="N", help="end after so many, the schedule as for all")
-    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: a pass)")
+    add("--steps", type=int, metavar="N", help="stop after N steps; the schedule does not change")
+    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: an epoch)")
     add(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of K-FAC; may be given several times",
+        help="a setting of K-FAC; can be repeated",
     )
-    add("--more", action="append", default=[], metavar="NAME=VALUE", help="a figure that one recipe alone has")
-    add("--tensorboard", action="store_true", help="write events for TensorBoard too")
+    add(
+        "--more",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a hyperparameter that only this recipe has; can be repeated",
+    )
+    add("--tensorboard", action="store_true", help="also write TensorBoard events")
     kinds = {field.name: field.type for field in fields(Hyper)}
     for name in HYPER:
         kind = int if "int" in str(kinds[name]) else float
-        add(f"--{name.replace('_', '-')}", type=kind, default=None, metavar="X", help="instead of the recipe's")
+        add(f"--{name.replace('_', '-')}", type=kind, default=None, metavar="X", help="overrides the recipe's value")
 
 
 def list_recipes(given: argparse.Namespace) -> int:
@@ -79,35 +88,35 @@ def list_recipes(given: argparse.Namespace) -> int:
     return 0
 
 
-def run(given: argparse.Namespace) -> Callable[[], int] | int:
-    """Return what trains, everything checked that can be before a process starts."""
+def _run(given: argparse.Namespace) -> Callable[[], int] | int:
+    """Check the options and return a function that trains."""
     from dkfac.distributed import from_first
 
     at = None
     if given.resume is not None:
         if given.out is not None:
-            raise ValueError("--resume goes on in the run's own folder: leave --out out")
+            raise ValueError("--resume continues in the run's own folder: omit --out")
         if given.resume.parent.name == "checkpoints":
             at, given.resume = given.resume.name, given.resume.parent.parent
         given.out = given.resume
-        recall(given)
+        _restore_options(given)
     job = read_job(given, kfac=not given.no_kfac, folder=given.out or default_folder(given.recipe), at=at)
     if starts_ranks(given):
         arguments = [*sys.argv[1:]] if given.out else [*sys.argv[1:], "--out", str(job.folder)]
-        return start(given.nproc, arguments, f"go on with dkfac train {given.recipe} --resume {job.folder}")
+        return launch_ranks(given.nproc, arguments, f"to continue: dkfac train {given.recipe} --resume {job.folder}")
 
     def train_job(place: Any, say: Callable[[str], None]) -> int:
         own = replace(job, folder=Path(from_first(str(job.folder), place)))
         reason = train_one(own, place, say)
-        if reason != "done" and given.nproc == 1:  # else the process that started this one says so
-            say(f"go on with dkfac train {given.recipe} --resume {own.folder}")
+        if reason != "done" and given.nproc == 1:  # otherwise the parent process prints it
+            say(f"to continue: dkfac train {given.recipe} --resume {own.folder}")
         return STATUS[reason]
 
     return lambda: as_rank(train_job)
 
 
-def recall(given: argparse.Namespace) -> None:
-    """Take over what a run was begun with, where nothing else is said now."""
+def _restore_options(given: argparse.Namespace) -> None:
+    """Fill in the options that the run was started with, where none are given now."""
     folder = given.resume
     file = folder / "settings.json"
     if not file.is_file():
@@ -116,17 +125,17 @@ def recall(given: argparse.Namespace) -> None:
         saved = json.loads(file.read_text())
         hyper, options, more = saved["hyper"], saved["options"], dict(saved.get("more", {}))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): put it right, or begin a new run") from None
+        raise ValueError(f"{file} cannot be read ({error}): correct it, or start a new run") from None
     for name in HYPER:
         if getattr(given, name) is None and name in hyper:
             setattr(given, name, hyper[name])
         elif name in ("batch", "seed") and getattr(given, name) != hyper.get(name):
             raise ValueError(
-                f"--{name} {getattr(given, name)}: the run in {folder} was begun with {hyper.get(name)}, and what it "
-                f"has seen of the data is counted so; leave it out"
+                f"--{name} {getattr(given, name)}: the run in {folder} was started with {hyper.get(name)}, and its "
+                f"position in the data depends on it; omit the option"
             )
     if given.no_kfac and options is not None:
-        raise ValueError(f"--no-kfac: the run in {folder} was begun with K-FAC; begin another one without")
+        raise ValueError(f"--no-kfac: the run in {folder} was started with K-FAC; start another run without it")
     given.no_kfac = options is None
     given.data = given.data or saved.get("data")
     said = {text.partition("=")[0] for text in given.more}
@@ -136,14 +145,15 @@ def recall(given: argparse.Namespace) -> None:
 
 
 def starts_ranks(given: argparse.Namespace) -> bool:
-    """Whether this process is to start others, and is not one of them."""
+    """Return whether this process has to start the ranks, and is not one of them."""
     from dkfac import distributed
 
     return given.nproc > 1 and "RANK" not in os.environ and not distributed.is_step_of_slurm()
 
 
-def start(num_processes: int, arguments: list[str], again: str) -> Callable[[], int]:
-    """Return what runs the same command on so many processes. ``again``: how to go on if one of them dies."""
+def launch_ranks(num_processes: int, arguments: list[str], again: str) -> Callable[[], int]:
+    """Return a function that runs the same command on ``num_processes`` ranks. ``again``: how to continue if one of
+    them fails."""
     from dkfac import distributed
 
     def launched() -> int:
@@ -151,7 +161,7 @@ def start(num_processes: int, arguments: list[str], again: str) -> Callable[[], 
         if status in STATUS.values() and status:
             print(f"dkfac: stopped; {again}", file=sys.stderr)
         elif status not in (0, 2):
-            print(f"dkfac: a process ended with status {status}, and the others with it; {again}", file=sys.stderr)
+            print(f"dkfac: a process ended with status {status} and the others were stopped; {again}", file=sys.stderr)
         return status
 
     return launched
@@ -163,37 +173,37 @@ def default_folder(name: str) -> Path:
 
 def read_job(given: argparse.Namespace, *, kfac: bool, folder: Path, at: str | None = None) -> Any:
     """Return the job that the options describe."""
-    from dkfac.tools.recipes.every import find
-    from dkfac.tools.recipes.job import Job
+    from dkfac.tools.recipes.every import find_recipe
+    from dkfac.tools.recipes.job import TrainingJob
 
-    recipe = find(given.recipe)
+    recipe = find_recipe(given.recipe)
     for name, least in (("steps", 1), ("save_every", 0)):
         if getattr(given, name) is not None and getattr(given, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: it is {least} or more")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: must be {least} or more")
     unused = [name for name in recipe.unused if getattr(given, name) not in (None, getattr(recipe.hyper, name))]
     if unused:
-        raise ValueError(f"--{unused[0].replace('_', '-')}: {recipe.name} has no use for it; leave it out")
+        raise ValueError(f"--{unused[0].replace('_', '-')}: {recipe.name} does not use it; omit it")
     if given.set and not kfac and not hasattr(given, "script"):
-        raise ValueError(f"--set {given.set[0]}: settings are K-FAC's, and there is --no-kfac")
+        raise ValueError(f"--set {given.set[0]}: settings are for K-FAC, but --no-kfac is given")
     said: dict[str, Any] = {name: getattr(given, name) for name in HYPER if getattr(given, name) is not None}
     more = dict(recipe.hyper.more)
     for text in given.more:
         name, equals, value = text.partition("=")
         if not equals or name not in more:
             known = ", ".join(more) or "none"
-            raise ValueError(f"--more {text}: {recipe.name} has no such figure of its own; it has {known}")
+            raise ValueError(f"--more {text}: {recipe.name} has no such hyperparameter; it has {known}")
         try:
             more[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
             raise ValueError(f"--more {text}: {value!r} is not a number") from None
     hyper = recipe.adapt(replace(recipe.hyper, **said, more=more), said)
     if given.nproc < 1:
-        raise ValueError(f"--nproc {given.nproc}: there are 1 or more processes")
+        raise ValueError(f"--nproc {given.nproc}: must be 1 or more")
     if hyper.batch % given.nproc:
-        raise ValueError(f"batch={hyper.batch} cannot be shared equally by {given.nproc} ranks: choose a multiple")
+        raise ValueError(f"batch={hyper.batch} cannot be divided equally by {given.nproc} ranks: use a multiple")
     given.strategy = given.damping = None
     options = read_options(given, recipe.settings(hyper)) if kfac else None
-    return Job(
+    return TrainingJob(
         recipe=recipe, hyper=hyper, kfac=options, folder=folder, data=given.data, max_steps=given.steps,
         save_every=given.save_every, resume=getattr(given, "resume", None) is not None, resume_at=at,
         tensorboard=given.tensorboard, command=shlex.join(["dkfac", *sys.argv[1:]]),
@@ -201,19 +211,19 @@ def read_job(given: argparse.Namespace, *, kfac: bool, folder: Path, at: str | N
 
 
 def as_rank(work: Callable[[Any, Callable[[str], None]], int]) -> int:
-    """Do work as the one process, or as one of the ranks that were started; what goes wrong is said in one line.
+    """Run ``work`` in this process, the only one or one of the ranks, and print errors in one line.
 
-    ``work`` is given this rank's place and what says a line, on rank 0; it returns the exit status.
+    ``work`` gets this rank's place and a function that prints a line on rank 0, and returns the exit status.
     """
     import torch
 
     from dkfac import distributed
-    from dkfac.tools.cli.progress import Progress
+    from dkfac.tools.cli.progress import LinePrinter
 
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     place = distributed.init()
-    progress = Progress(sys.stderr) if place.rank == 0 else None
+    progress = LinePrinter(sys.stderr) if place.rank == 0 else None
     try:
         return work(place, (lambda line: None) if progress is None else progress.say)
     except (ValueError, OSError) as error:
@@ -233,10 +243,10 @@ def as_rank(work: Callable[[Any, Callable[[str], None]], int]) -> int:
 
 
 def train_one(job: Any, place: Any, say: Callable[[str], None]) -> str:
-    """Train a job, with a timeline of one step; returns ``"done"``, or the name of a signal."""
-    from dkfac.tools.measure.beside import OneStep
-    from dkfac.tools.recipes.training import train
+    """Train a job and record the timeline of one step; return ``"done"`` or the name of a signal."""
+    from dkfac.tools.measure.beside import RefreshStepRecorder
+    from dkfac.tools.recipes.training import train_recipe
 
     say(f"{job.recipe.name}, {'K-FAC' if job.kfac is not None else job.recipe.first_order}, into {job.folder}")
     one = (job.hyper.micro_batch or job.hyper.batch) * place.world_size >= job.hyper.batch
-    return train(job, place, say, OneStep(job.folder)) if one else train(job, place, say)
+    return train_recipe(job, place, say, RefreshStepRecorder(job.folder)) if one else train_recipe(job, place, say)

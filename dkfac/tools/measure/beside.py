@@ -1,4 +1,7 @@
-"""One step of a run as a timeline, measured and simulated side by side: ``timeline.json`` of a run folder."""
+"""Record one refresh step of a run as a timeline, and simulate the same step.
+
+Input: a training run. Output: ``timeline.json`` in its folder, with both timelines. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from dkfac.plan.timeline import Timeline
 from dkfac.runtime.report import Instruments
 from dkfac.tools.measure.record import Recorder
 
-FIRST = 10
-"""Steps before this one are no example: kernels are loaded, memory is found."""
+_FIRST_RECORDED_STEP = 10
+"""Earlier steps are not representative: kernels are loaded and memory is allocated."""
 
 
-class OneStep:
-    """Records the first refreshing step after a few, on the CPU; does nothing elsewhere and before and after."""
+class RefreshStepRecorder:
+    """Records the first refresh step after the warm-up, once per run and on the CPU only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_done = folder, False
@@ -35,8 +38,9 @@ class OneStep:
     def __call__(
         self, step: int, kfac: Instruments | None, network: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Iterator[None]:
-        """Surround a step that has one forward pass. A collective call."""
-        if self._is_done or step < FIRST or kfac is None or not _is_example(kfac.settings, kfac.layers, step):
+        """Return a context manager around a step with one forward pass. A collective call."""
+        is_too_early = self._is_done or step < _FIRST_RECORDED_STEP
+        if is_too_early or kfac is None or not _is_example(kfac.settings, kfac.layers, step):
             yield
             return
         self._is_done = True
@@ -48,7 +52,7 @@ class OneStep:
             overlap = kfac.settings.experimental.overlap
             simulated = _simulated(kfac.transport.plan, shapes, found[-1], overlap=overlap)
             body = [_as_json("measured, refresh", found[-1]), _as_json(*simulated)]
-            with contextlib.suppress(OSError):  # the run's log says that its folder cannot be written
+            with contextlib.suppress(OSError):  # the log reports that the folder cannot be written
                 (self._folder / "timeline.json").write_text(json.dumps(body))
 
 
@@ -58,7 +62,8 @@ def _is_example(settings: Settings, layers: list[Layer], step: int) -> bool:
 
 
 def _simulated(plan: Plan, shapes: list[Shape], measured: Timeline, *, overlap: bool) -> tuple[str, Timeline]:
-    """Return the same step as the simulator has it: passes and measuring as long as here, the rest by a preset."""
+    """Return the simulated step. Forward, backward and measuring take as long as measured; other costs are a
+    preset's."""
     busy = measured.busy(0)
     work = scaled(shapes, busy.get("forward", 0.0) + busy.get("backward", 0.0), busy.get("measure", 1e-6))
     cluster = load_cluster("cpu-2-cores")

@@ -1,4 +1,7 @@
-"""What K-FAC's own work takes on this machine, by running it: one layer of each size, one rank."""
+"""Time K-FAC's own computation on this machine, by running it on one rank with layers of each size.
+
+Input: a device. Output: cost curves by stage. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from dkfac.kfac import KFAC
 from dkfac.ops.pack import pack_triangle, unpack_triangle
 from dkfac.plan.costs import Costs
 from dkfac.plan.curves import Curve
-from dkfac.tools.measure.fit import Points, fit
+from dkfac.tools.measure.fit import Measurements, fit_curve
 
-DIMS = {"cpu": (16, 32, 64, 128, 256, 512, 768, 1024), "cuda": (64, 128, 256, 512, 1024, 2048, 4608)}
-ROWS = {"cpu": 256, "cuda": 16384}
-"""Of a layer in a step: enough for products to take longer than their launch."""
-LAYERS, WIDE = {"cpu": 1, "cuda": 8}, 1024
-"""Alike in the model, up to that width; wider ones are two. A GPU works on them together, as on those of a network."""
-LONG = 2.0
-"""Seconds of a step from which on no larger dimension is tried."""
+MEASURED_DIMS = {"cpu": (16, 32, 64, 128, 256, 512, 768, 1024), "cuda": (64, 128, 256, 512, 1024, 2048, 4608)}
+_NUM_ROWS = {"cpu": 256, "cuda": 16384}
+"""Rows per layer and step: enough for a matrix product to take longer than its launch."""
+_NUM_LAYERS, _WIDE_DIM = {"cpu": 1, "cuda": 8}, 1024
+"""Number of equal layers in the model up to width ``_WIDE_DIM``; at most two above it. A GPU batches equal layers, as
+it does in a real network."""
+_MAX_STEP_SECONDS = 2.0
+"""If a step takes longer than this, larger dimensions are not measured."""
 SOLVERS = ("eigen", "cholesky", "warm-eigen")
 
 
@@ -33,10 +37,13 @@ def measure_costs(
     autocast: torch.dtype | None = None,
     say: Callable[[str], Any] = print,
 ) -> Costs:
-    """Return curves for a step's stages. ``process_group``: of this rank alone, under torch.distributed."""
-    rows = ROWS[device.type]
+    """Return a cost curve for each stage of a step.
+
+    ``process_group``: under torch.distributed, a group that contains only this rank.
+    """
+    rows = _NUM_ROWS[device.type]
     points: dict[str, list[tuple[float, float]]] = {}
-    for dim in [dim for dim in DIMS[device.type] if largest is None or dim <= largest]:
+    for dim in [dim for dim in MEASURED_DIMS[device.type] if largest is None or dim <= largest]:
         longest = 0.0
         for solver in SOLVERS:
             found = _stages(dim, solver, device, process_group, autocast)
@@ -51,28 +58,28 @@ def measure_costs(
                 points.setdefault(what, []).append((float(size), seconds))
         points.setdefault("products", []).append((2.0 * rows * dim**2, _product(dim, device, autocast)))
         points.setdefault("pack", []).append((dim * (dim + 1) / 2, _packing(dim, device)))
-        if longest > LONG:
-            say(f"a step with one layer of {dim} takes {longest:.1f} s: larger ones are extrapolated")
+        if longest > _MAX_STEP_SECONDS:
+            say(f"a step with one layer of width {dim} takes {longest:.1f} s: larger layers are extrapolated")
             break
     return Costs(curves={name: _curve(values, 3 if name in SOLVERS else 1) for name, values in points.items()})
 
 
-def _curve(points: Points, degree: int) -> Curve:
-    """Return a curve through the medians of the points of each size."""
+def _curve(points: Measurements, degree: int) -> Curve:
+    """Return a curve fitted to the median of the points of each size."""
     sizes = sorted({size for size, _ in points})
     middle = [sorted(seconds for other, seconds in points if other == size) for size in sizes]
-    return fit([(size, values[len(values) // 2]) for size, values in zip(sizes, middle, strict=True)], degree)
+    return fit_curve([(size, values[len(values) // 2]) for size, values in zip(sizes, middle, strict=True)], degree)
 
 
 def _stages(
     dim: int, solver: str, device: torch.device, process_group: Any, autocast: torch.dtype | None
 ) -> dict[str, float]:
     """Return the seconds of each stage of a step of K-FAC for one square layer."""
-    number = min(LAYERS[device.type], LAYERS[device.type] if dim <= WIDE else 2)
+    number = min(_NUM_LAYERS[device.type], _NUM_LAYERS[device.type] if dim <= _WIDE_DIM else 2)
     model = nn.Sequential(*(nn.Linear(dim, dim, bias=False, device=device) for _ in range(number)))
-    x = torch.randn(ROWS[device.type], dim, device=device)
+    x = torch.randn(_NUM_ROWS[device.type], dim, device=device)
     options: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
-    options |= {"tf32": False, "cuda_graph": False}  # a plan is for several ranks, and TF32 a choice
+    options |= {"tf32": False, "cuda_graph": False}  # plans are for several ranks, and TF32 is optional
     kfac = KFAC(model, process_group=process_group, solver=solver, damping=0.1, announce=False, **options)
 
     def step() -> None:
@@ -98,7 +105,7 @@ def _stages(
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
-    """Return the median seconds of a call, nothing else running."""
+    """Return the median seconds of a call, without its first run."""
     found = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -110,11 +117,11 @@ def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int = 7) 
 
 
 def _product(dim: int, device: torch.device, dtype: torch.dtype | None) -> float:
-    x, weight = (torch.randn(n, dim, device=device, dtype=dtype) for n in (ROWS[device.type], dim))
+    x, weight = (torch.randn(n, dim, device=device, dtype=dtype) for n in (_NUM_ROWS[device.type], dim))
     return max(1e-9, seconds_of(lambda: x @ weight, device))
 
 
 def _packing(dim: int, device: torch.device) -> float:
-    """Return what it takes to write a triangle to a buffer and to read it again."""
+    """Return the seconds to pack a triangle into a buffer and to unpack it."""
     matrix = torch.eye(dim, device=device).unsqueeze(0)
     return max(1e-9, seconds_of(lambda: unpack_triangle(pack_triangle(matrix), dim), device))

@@ -1,4 +1,7 @@
-"""Measured points as curves and lines: the form that predicts best what it has not seen."""
+"""Fit cost curves to measurements, choosing the form with the smallest leave-one-out error.
+
+Input: pairs of size and seconds. Output: ``Curve`` and ``Line`` values for the planner. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,26 @@ import numpy as np
 from dkfac.plan.cluster import Line
 from dkfac.plan.curves import Curve
 
-Points = Sequence[tuple[float, float]]
-"""Sizes and seconds."""
+Measurements = Sequence[tuple[float, float]]
+"""Pairs of size and seconds."""
 
 
-def fit_line(points: Points) -> Line:
-    """Return ``latency + byte_seconds * bytes`` with the least squares of relative errors, and the points as knots."""
+def fit_line(points: Measurements) -> Line:
+    """Return the line ``latency + byte_seconds * bytes`` by least squares of relative errors, with the points as
+    knots."""
     latency, per_byte = polynomial(points, (0, 1))
     errors = [((latency + per_byte * size) / seconds - 1) ** 2 for size, seconds in points]
     return Line(latency, per_byte, math.sqrt(sum(errors) / len(errors)), _rising(points))
 
 
-def _rising(points: Points) -> tuple[tuple[float, float], ...]:
+def _rising(points: Measurements) -> tuple[tuple[float, float], ...]:
     return tuple((size, max(seconds for other, seconds in points if other <= size)) for size, _ in sorted(points))
 
 
-def fit(points: Points, degree: int = 3) -> Curve:
-    """Return the curve of the form that predicts each size best from the others, and the points as knots.
+def fit_curve(points: Measurements, degree: int = 3) -> Curve:
+    """Return the curve whose form predicts each point best from the other points, with the points as knots.
 
-    ``degree``: how fast it may grow; forms that grow faster tell nothing of sizes far from the measured ones.
+    ``degree`` limits how fast the curve may grow: forms that grow faster extrapolate badly.
     """
     if len(points) < 2 or any(size < 0 or seconds <= 0 for size, seconds in points):
         raise ValueError(f"a curve needs two or more sizes with seconds > 0, not {list(points)}")
@@ -41,8 +45,8 @@ def fit(points: Points, degree: int = 3) -> Curve:
     return Curve(name, _FORMS[name][0](points, degree), errors[name], _rising(points))
 
 
-def _left_out(name: str, points: Points, degree: int) -> float:
-    """Return the error of each point predicted from the others: the relative ones' root mean square."""
+def _left_out(name: str, points: Measurements, degree: int) -> float:
+    """Return the leave-one-out error: root mean square of the relative errors."""
     squares = []
     for i, (size, seconds) in enumerate(points):
         rest = [*points[:i], *points[i + 1 :]]
@@ -51,8 +55,8 @@ def _left_out(name: str, points: Points, degree: int) -> float:
     return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
 
 
-def polynomial(points: Points, powers: Sequence[float] = (0, 1, 2, 3)) -> tuple[float, ...]:
-    """Return coefficients that are not negative, with the least squares of relative errors."""
+def polynomial(points: Measurements, powers: Sequence[float] = (0, 1, 2, 3)) -> tuple[float, ...]:
+    """Return nonnegative coefficients by least squares of relative errors."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     scale = max(float(sizes.max()), 1e-300)
     terms = np.stack([(sizes / scale) ** power for power in powers], axis=1) / seconds[:, None]
@@ -68,8 +72,8 @@ def polynomial(points: Points, powers: Sequence[float] = (0, 1, 2, 3)) -> tuple[
     return tuple(result)
 
 
-def _power(points: Points, degree: int) -> tuple[float, ...]:
-    """Return ``c0 + c1 x^c2`` with the best exponent of a grid."""
+def _power(points: Measurements, degree: int) -> tuple[float, ...]:
+    """Return the coefficients of ``c0 + c1 x^c2``, with the exponent chosen from a grid."""
     best, least = (0.0, 0.0, 1.0), math.inf
     for exponent in np.arange(0.5, 1.001 if degree == 1 else degree + 0.51, 0.1):
         c0, c1 = polynomial(points, (0.0, float(exponent)))
@@ -79,14 +83,14 @@ def _power(points: Points, degree: int) -> tuple[float, ...]:
     return best
 
 
-def _exponential(points: Points, _degree: int) -> tuple[float, ...]:
+def _exponential(points: Measurements, _degree: int) -> tuple[float, ...]:
     slope, start = np.polyfit([size for size, _ in points], [math.log(seconds) for _, seconds in points], 1)
     return (math.exp(float(start)), max(0.0, float(slope)))
 
 
-_FORMS: dict[str, tuple[Callable[[Points, int], tuple[float, ...]], int]] = {
+_FORMS: dict[str, tuple[Callable[[Measurements, int], tuple[float, ...]], int]] = {
     "polynomial": (lambda points, degree: polynomial(points, range(degree + 1)), 2),
     "power": (_power, 4),
     "exponential": (_exponential, 3),
 }
-"""The forms, and how many points each needs more than."""
+"""The forms: how to fit each one, and the number of points that it needs more than."""

@@ -1,4 +1,7 @@
-"""What collectives take on this cluster, by the functions that K-FAC itself calls. All ranks call these together."""
+"""Time collectives on this cluster, through the same functions that K-FAC calls. All functions are collective calls.
+
+Input: process groups, a device. Output: a latency-bandwidth line for each collective and group size. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +19,37 @@ from dkfac.plan.cluster import Line
 from dkfac.plan.plan import Ranks
 from dkfac.tools.measure.fit import fit_line
 
-BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
-REPEATS = 5
-LONG = 0.5
-"""Seconds of a call from which on no larger buffer is tried."""
+BUFFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
+NUM_REPEATS = 5
+_MAX_CALL_SECONDS = 0.5
+"""If a call takes longer than this, larger buffers are not measured."""
 
-HOWS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast")
+_COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast")
 
 
 def measure_links(groups: Groups, sets: Sequence[Ranks], device: torch.device) -> dict[int, dict[str, Line]]:
-    """Return a line for each collective in each set of ranks, by the set's size. Ranks of no set wait."""
+    """Return a line for each collective and set of ranks, by the size of the set. Ranks outside a set wait."""
     groups.make(sets)
     found: dict[int, dict[str, Line]] = {}
     for ranks in sets:
-        found[len(ranks)] = {how: _line(how, groups, ranks, device) for how in HOWS}
+        found[len(ranks)] = {how: _line(how, groups, ranks, device) for how in _COLLECTIVES}
     return found
 
 
 def _line(how: str, groups: Groups, ranks: Ranks, device: torch.device) -> Line:
     points: list[tuple[float, float]] = []
-    for num_bytes in BYTES:
+    for num_bytes in BUFFER_BYTES:
         elements = -(-num_bytes // 4 // len(ranks)) * len(ranks)
         work = _call(how, groups, ranks, elements, device) if groups.rank in ranks else None
         seconds = _timed(work, groups, device)
         points.append((4.0 * elements, seconds))
-        if seconds > LONG:
+        if seconds > _MAX_CALL_SECONDS:
             break
     return fit_line(points)
 
 
 def _call(how: str, groups: Groups, ranks: Ranks, elements: int, device: torch.device) -> Callable[[], Any]:
-    """Return a function that moves a buffer of so many elements in all."""
+    """Return a function that runs the collective on a buffer of ``elements`` elements in total."""
     group, size = groups.get(ranks), len(ranks)
     whole, part = (torch.ones(n, device=device) for n in (elements, elements // size))
     splits = [elements // size] * size
@@ -60,42 +63,44 @@ def _call(how: str, groups: Groups, ranks: Ranks, elements: int, device: torch.d
     return calls[how]
 
 
-def _timed(work: Callable[[], Any] | None, groups: Groups, device: torch.device, repeats: int = REPEATS) -> float:
-    """Return the median over calls of the slowest rank's seconds; the same on all ranks."""
+def _timed(work: Callable[[], Any] | None, groups: Groups, device: torch.device, repeats: int = NUM_REPEATS) -> float:
+    """Return the seconds of the slowest rank, median over the calls. All ranks return the same."""
     seconds = []
     for repeat in range(repeats + 1):
-        _most(0.0, groups, device)  # all begin together
+        _most(0.0, groups, device)  # a barrier
         begin = time.perf_counter()
         if work is not None:
             work()
             wait(device)
         mine = time.perf_counter() - begin
         slowest = _most(mine, groups, device)
-        if repeat:  # the first call connects
+        if repeat:  # the first call sets up connections
             seconds.append(slowest)
-        if slowest > LONG and seconds:
+        if slowest > _MAX_CALL_SECONDS and seconds:
             break
     return statistics.median(seconds)
 
 
 def _most(value: float, groups: Groups, device: torch.device) -> float:
-    """Return the largest of the ranks' values."""
+    """Return the maximum of a value over all ranks."""
     mine = torch.tensor([value], dtype=torch.float64, device=device)
     return float(collectives.all_gather(mine, groups.everyone).wait().max())
 
 
-def crowding(groups: Groups, device: torch.device, work: Callable[[], Any]) -> float:
-    """Return how much slower work is when all ranks do it at once: the best of each, by turns, since what else runs on
-    a machine only ever makes it slower."""
-    alone, together = [], []
-    for _ in range(REPEATS):
+def measure_slowdown(groups: Groups, device: torch.device, work: Callable[[], Any]) -> float:
+    """Return how many times slower ``work`` is when all ranks run it at once.
+
+    Compares the minima of alternating runs: other load on the machine can only make a run slower.
+    """
+    alone, at_once = [], []
+    for _ in range(NUM_REPEATS):
         alone.append(_timed(work if groups.rank == 0 else None, groups, device, repeats=1))
-        together.append(_timed(work, groups, device, repeats=1))
-    return max(1.0, min(together) / min(alone))
+        at_once.append(_timed(work, groups, device, repeats=1))
+    return max(1.0, min(at_once) / min(alone))
 
 
 def measure_hidden(groups: Groups, device: torch.device, work: Callable[[], Any]) -> float:
-    """Return the speed of a transfer beside work of all ranks, to its speed alone."""
+    """Return which fraction of a transfer is hidden when it overlaps with compute on all ranks."""
     everyone = tuple(range(groups.world_size))
     alone = _timed(work, groups, device)
     elements = 2**14
@@ -112,8 +117,8 @@ def measure_hidden(groups: Groups, device: torch.device, work: Callable[[], Any]
         work()
         return pending.wait()
 
-    together = _timed(both, groups, device)
-    return min(1.0, max(0.0, (alone + seconds - together) / min(alone, seconds)))
+    overlapped = _timed(both, groups, device)
+    return min(1.0, max(0.0, (alone + seconds - overlapped) / min(alone, seconds)))
 
 
 def wait(device: torch.device) -> None:

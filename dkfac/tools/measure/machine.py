@@ -1,4 +1,8 @@
-"""A cluster file from measurements: ``dkfac measure``. All ranks call it together; every one returns the same."""
+"""Measure a cluster for ``dkfac measure``.
+
+Input: a device, and the ranks of torch.distributed if it is initialized. Output: a ``Cluster``, the same on all ranks.
+Owns: the process groups that it times.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from dkfac.comm.groups import Groups, make_groups, only, world_size
 from dkfac.plan.cluster import Cluster, Line, costs_of
 from dkfac.plan.plan import Ranks
 from dkfac.tools.measure.compute import measure_costs
-from dkfac.tools.measure.links import crowding, measure_hidden, measure_links
+from dkfac.tools.measure.links import measure_hidden, measure_links, measure_slowdown
 
 
-def measure(
+def measure_cluster(
     device: torch.device,
     *,
     ranks_per_host: int | None = None,
@@ -29,10 +33,10 @@ def measure(
     autocast: torch.dtype | None = None,
     say: Callable[[str], Any] = print,
 ) -> Cluster:
-    """Return what this cluster's links and linear algebra cost. Under torch.distributed a collective call."""
+    """Return the costs of this cluster's links and linear algebra. Under torch.distributed, a collective call."""
     if world_size() == 1:
         costs = measure_costs(device, largest=largest, autocast=autocast, say=say)
-        return Cluster(socket.gethostname(), costs, environment=environment(device, 1, autocast))
+        return Cluster(socket.gethostname(), costs, environment=_environment(device, 1, autocast))
     groups = make_groups()
     try:
         quiet = say if groups.rank == 0 else lambda text: None
@@ -53,7 +57,7 @@ def _measure(
     names = agree.exchange_text(groups, socket.gethostname(), device)
     machine = names.count(names[0])
     per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", machine))
-    say(f"{world} ranks, {per_host} to a host; linear algebra on rank 0, then the links")
+    say(f"{world} ranks, {per_host} per host; measuring linear algebra on rank 0, then the links")
     mine = only(groups)
     costs = ""
     if groups.rank == 0:
@@ -62,15 +66,15 @@ def _measure(
     x = torch.randn(384, 384, device=device)
 
     def work() -> None:
-        for _ in range(40):  # long enough that a scheduler's slices do not matter
+        for _ in range(40):  # long compared with a time slice of the OS scheduler
             x @ x
 
-    slow = crowding(groups, device, work)
+    slow = measure_slowdown(groups, device, work)
     hidden = measure_hidden(groups, device, work)
     within: dict[str, dict[int, Line]] = {}
     between: dict[str, dict[int, Line]] = {}
     for one_host, ranks in _sets(world, per_host):
-        say(f"links of {len(ranks)} ranks {'on one host' if one_host else 'on several hosts'}")
+        say(f"links between {len(ranks)} ranks {'on one host' if one_host else 'on several hosts'}")
         for how, line in measure_links(groups, [ranks], device)[len(ranks)].items():
             (within if one_host else between).setdefault(how, {})[len(ranks)] = line
     crowded = slow > 1.1
@@ -83,12 +87,12 @@ def _measure(
         slots=machine / slow if crowded else None,
         slot_ranks=machine if crowded else None,
         hidden=(hidden, hidden),
-        environment=environment(device, world, autocast),
+        environment=_environment(device, world, autocast),
     )
 
 
 def _sets(world: int, per_host: int) -> list[tuple[bool, Ranks]]:
-    """Return sets of ranks whose links are measured, and whether each is on one host: halves of what there is."""
+    """Return the sets of ranks to measure, and whether each is on one host. Sizes are halved from the largest."""
     sets: list[tuple[bool, Ranks]] = []
     size = min(per_host, world)
     while size > 1:
@@ -105,7 +109,7 @@ def _sets(world: int, per_host: int) -> list[tuple[bool, Ranks]]:
     return sets
 
 
-def environment(device: torch.device, world: int, autocast: torch.dtype | None) -> dict[str, Any]:
+def _environment(device: torch.device, world: int, autocast: torch.dtype | None) -> dict[str, Any]:
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "ranks": world}
     found["products"] = str(autocast or torch.float32).removeprefix("torch.")
     found |= {"device": device.type, "machine": platform.machine(), "cores": os.cpu_count()}

@@ -1,4 +1,7 @@
-"""A user's model as layers and rows, without data: built and run on the meta device."""
+"""Layers and rows of a user's model, found on the meta device without data or memory.
+
+Input: ``package.module:function`` and the shape of a batch. Output: shapes for the planner. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from dkfac.layers.find import find_layers, unwrap
 from dkfac.plan.models import Shape
 
 NOT_A_USERS = ("<", __file__, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""How names of files begin whose lines do not tell users where their mistake is."""
+"""Prefixes of files that are not the user's, and so are not named in an error message."""
 
 
-def build(where: str) -> nn.Module:
-    """Return what ``package.module:function`` makes, on the meta device."""
+def build_on_meta(where: str) -> nn.Module:
+    """Return the model that ``package.module:function`` builds, on the meta device."""
     module, _, name = where.partition(":")
     if not all([*module.split("."), name]) or "/" in module or module.endswith(".py"):
-        raise ValueError(f"{where!r} is not package.module:function, as in my_train:build_model")
+        raise ValueError(f"{where!r} is not package.module:function, for example my_train:build_model")
     function = _imported(where, module)
     for part in name.split("."):
         if not hasattr(function, part):
@@ -45,19 +48,20 @@ def build(where: str) -> nn.Module:
 def _imported(where: str, module: str) -> Any:
     here = os.getcwd()
     if not sys.flags.safe_path and sys.path[:1] != [here]:
-        sys.path.insert(0, here)  # as python -m does, and the installed program does not
+        sys.path.insert(0, here)  # as python -m does; the installed command does not
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"{where!r}: {module!r} cannot be imported ({error}); it is looked for in this folder and on PYTHONPATH"
+                f"{where!r}: {module!r} cannot be imported ({error}); it is searched for in this folder and on "
+                f"PYTHONPATH"
             ) from None
         raise ValueError(f"{where!r}: {module!r} cannot be imported: {_told(error)}") from error
 
 
 def _told(error: BaseException) -> str:
-    """Return an error of users' code in one line, with the last line of their own that led to it."""
+    """Return an error of the user's code in one line, with the last line of their code in the traceback."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         places.append((str(error.filename), error.lineno))
@@ -67,9 +71,9 @@ def _told(error: BaseException) -> str:
 
 
 def shapes_of(model: nn.Module, shape: Sequence[int], settings: Settings, *, tokens: bool = False) -> list[Shape]:
-    """Return the layers that K-FAC would precondition and the rows of one example, from a forward of such an input.
+    """Return the layers that K-FAC would precondition and their rows per example, from one forward pass.
 
-    Layers that are not called are left out. ``tokens``: whether the input is numbers of tokens.
+    Layers that are not called are left out. ``shape``: of the input. ``tokens``: whether the input is token indices.
     """
     layers, _ = find_layers(unwrap(model), settings, None, meta=True)
     rows: dict[str, int] = {}
@@ -93,5 +97,5 @@ def shapes_of(model: nn.Module, shape: Sequence[int], settings: Settings, *, tok
             handle.remove()
     if not rows:
         names = ", ".join(layer.name for layer in layers[:5])
-        raise ValueError(f"none of the layers that K-FAC can precondition was called in a forward: {names}")
+        raise ValueError(f"none of the layers that K-FAC can precondition was called in the forward pass: {names}")
     return [Shape(layer.spec, max(1, rows[layer.name])) for layer in layers if layer.name in rows]

@@ -1,4 +1,7 @@
-"""A real step as a timeline: what the simulator predicts, recorded. On the CPU, whose clock is the host's."""
+"""Record the timeline of real training steps, in the format of the simulator. CPU only, where host time is device time.
+
+Input: K-FAC, a model, an optimizer. Output: timelines on rank 0. Owns: its hooks, and K-FAC's timing listeners.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from dkfac.capture.timing import StageTimer
 from dkfac.comm import collectives
 from dkfac.plan.timeline import Span, Timeline
 
-STAGES = {"capture": "measure"}
-"""K-FAC's stages that the simulator calls otherwise."""
+_SIMULATOR_STAGE_NAMES = {"capture": "measure"}
+"""Stages of K-FAC that have another name in the simulator."""
 
 
 class Recorder:
-    """Notes spans while it is entered: ``with Recorder(timer, gather, model, optimizer) as recorder: ...``.
+    """Context manager that records spans: ``with Recorder(timer, gather, model, optimizer) as recorder: ...``.
 
-    A step begins with the model's forward and ends with the optimizer's step; ``timelines()`` returns them, of all
-    ranks, on rank 0.
+    A step begins with the model's forward pass and ends with the optimizer's step. ``timelines()`` returns the steps
+    of all ranks on rank 0.
     """
 
     def __init__(
@@ -65,13 +68,13 @@ class Recorder:
         self._turn = self._last = now
 
     def _stage(self, name: str, begin: float, end: float) -> None:
-        """Note a stage of K-FAC; what lies between those of the backward pass is the model's own."""
+        """Record a stage of K-FAC. The time between stages in the backward pass is the model's own backward."""
         if name != "capture" and self._turn:
             self._note("compute", "backward", "", self._last, begin)
             self._turn = 0.0
         elif name == "capture":
             self._note("compute", "backward", "", self._last, begin)
-        self._note("compute", STAGES.get(name, name), "", begin, end)
+        self._note("compute", _SIMULATOR_STAGE_NAMES.get(name, name), "", begin, end)
         self._last = end
 
     def _transfer(self, how: str, begin: float, end: float) -> None:
@@ -85,9 +88,9 @@ class Recorder:
             self._steps[-1].append((stream, stage, name, begin, end))
 
     def timelines(self) -> list[Timeline]:
-        """Return the steps' timelines with the spans of all ranks, on rank 0; on others an empty list.
+        """Return one timeline per step with the spans of all ranks on rank 0, and an empty list on other ranks.
 
-        Under torch.distributed a collective call. Each rank's clock starts with its own step.
+        Under torch.distributed, a collective call. Times are relative to the beginning of each rank's own step.
         """
         mine = [[(*span[:3], span[3] - steps[0][3], span[4] - steps[0][3]) for span in steps] for steps in self._steps]
         every = self._gather(mine)

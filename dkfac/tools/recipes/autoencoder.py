@@ -1,4 +1,7 @@
-"""autoencoder: a deep autoencoder on handwritten digits, with the sampled Fisher (Martens and Grosse 2015)."""
+"""autoencoder: a deep autoencoder on handwritten digits, with the sampled Fisher (Martens and Grosse 2015).
+
+Input: hyperparameters. Output: data, model and session of the recipe. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +11,54 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.tools.recipes.recipe import Examples, Hyper, Plain, Recipe, Session
+from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, ScheduledSession, Session
 from dkfac.tools.recipes.tensors import Tensors
 
 SIZES = (64, 128, 64, 32, 8, 32, 64, 128, 64)
 
 
-def load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
+def _load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
     if path is not None:
-        raise ValueError("autoencoder brings its data: leave --data out")
+        raise ValueError("autoencoder has its own data: omit --data")
     from dkfac.tools.recipes import digits
 
-    found = digits.load()
+    found = digits.load_digit_images()
     low = min(float(found.train_images.min()), float(found.held_out_images.min()))
     high = max(float(found.train_images.max()), float(found.held_out_images.max()))
     train, test = ((t.flatten(1) - low) / (high - low) for t in (found.train_images, found.held_out_images))
     return Tensors(train, train), Tensors(test, test)
 
 
-def build(examples: Examples, hyper: Hyper) -> nn.Module:
-    return network()
+def _build(examples: Examples, hyper: Hyper) -> nn.Module:
+    return build_autoencoder()
 
 
-def network() -> nn.Module:
+def build_autoencoder() -> nn.Module:
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(SIZES)):
         layers.append(nn.Linear(a, b))
-        if i not in (len(SIZES) // 2 - 1, len(SIZES) - 2):  # a linear code, and logits
+        if i not in (len(SIZES) // 2 - 1, len(SIZES) - 2):  # the code and the logits are linear
             layers.append(nn.Tanh())
     return nn.Sequential(*layers)
 
 
-def begin(model: nn.Module, examples: Examples, hyper: Hyper, place: dkfac.distributed.Place) -> Session:
-    return Plain(hyper, lambda x, y, generator: (x, y))
+def _begin(model: nn.Module, examples: Examples, hyper: Hyper, place: dkfac.distributed.Place) -> Session:
+    return ScheduledSession(hyper, lambda x, y, generator: (x, y))
 
 
-def loss(output: Tensor, targets: Tensor) -> Tensor:
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(output, targets)
 
 
-RECIPE = Recipe(
+AUTOENCODER = Recipe(
     name="autoencoder",
     about="8x8 handwritten digits (in scikit-learn), an autoencoder of eight layers",
-    data="none: it comes with scikit-learn",
+    data="none: the images are part of scikit-learn",
     hyper=Hyper(lr=3.0, batch=200, epochs=60, weight_decay=0.0),
     kfac={"fisher": "sampled", "fisher_loss": "bernoulli", "factor_interval": 1, "inverse_interval": 5},
-    load=load,
-    build=build,
-    begin=begin,
-    loss=loss,
+    load=_load,
+    build=_build,
+    begin=_begin,
+    loss=_loss,
     unused=("size", "label_smoothing"),
 )

@@ -1,4 +1,7 @@
-"""char-gpt: a small GPT on characters of any text; by default Python's standard library."""
+"""char-gpt: a small GPT on the characters of any text; by default Python's standard library.
+
+Input: text files, hyperparameters. Output: data, model and session of the recipe. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.tools.recipes.recipe import Examples, Hyper, Plain, Recipe, Session, whole
+from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, ScheduledSession, Session, positive_integer
 from dkfac.tools.recipes.tensors import Text
 
 LIMIT = 4_000_000
-"""Characters of many files."""
-SUFFIXES = (".py", ".txt", ".md")
+"""Most characters that are read from a folder."""
+_TEXT_SUFFIXES = (".py", ".txt", ".md")
 
 
 class Block(nn.Module):
@@ -38,7 +41,7 @@ class Block(nn.Module):
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """As GPT-2 does."""
+    """Initialize the parameters as GPT-2 does."""
     for name, p in model.named_parameters():
         if p.ndim == 2:
             deep = name.endswith(("out.weight", "down.weight"))
@@ -61,27 +64,31 @@ class GPT(nn.Module):
         return found
 
 
-def adapt(hyper: Hyper, given: Mapping[str, Any]) -> Hyper:
-    """Refuse figures that make no GPT."""
-    _, _, heads, width = (whole(hyper, name) for name in ("layers", "context", "heads", "width"))
+def _check_sizes(hyper: Hyper, given: Mapping[str, Any]) -> Hyper:
+    """Refuse sizes that no GPT can have."""
+    _, _, heads, width = (positive_integer(hyper, name) for name in ("layers", "context", "heads", "width"))
     if width % heads:
-        raise ValueError(f"--more heads={heads}: a width of {width} cannot be shared equally by them; choose a divisor")
+        raise ValueError(f"--more heads={heads}: a width of {width} cannot be divided equally by them; use a divisor")
     return hyper
 
 
-def load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
-    """Read text files and hold some of it out."""
+def _load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
+    """Read text files and split them into training and held-out text."""
     place = Path(path) if path is not None else Path(os.__file__).parent
     if not place.exists():
-        raise ValueError(f"no text at {place}: give --data a text file or a folder of them")
+        raise ValueError(f"no text at {place}: set --data to a text file or a folder of text files")
     files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if _is_wanted(file, place))
     if not files:
-        raise ValueError(f"{place} has no {', '.join(SUFFIXES)} files: give --data a text file or a folder of them")
+        raise ValueError(
+            f"{place} has no {', '.join(_TEXT_SUFFIXES)} files: set --data to a text file or a folder of text files"
+        )
     context = int(hyper.more["context"])
-    train, held = split([read_text(file) for file in files[:400]], context)
+    train, held = split_text([read_text(file) for file in files[:400]], context)
     if min(len(train), len(held)) <= context:
         found = f"{len(train)} characters to train on and {len(held)} to test"
-        raise ValueError(f"{place} has {found}, not more than {context} of each: give more text, or --more context=")
+        raise ValueError(
+            f"{place} has {found}, but needs more than {context} of each: use more text or --more context="
+        )
     kinds = sorted({c if ord(c) < 128 else "?" for c in train + held} | {"?"})
     number = {c: i for i, c in enumerate(kinds)}
 
@@ -92,25 +99,26 @@ def load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
 
 
 def _is_wanted(file: Path, folder: Path) -> bool:
-    """Whether it has the name of a text, and neither it nor a folder on the way is hidden."""
+    """Return whether a file has a suffix of text files and neither it nor a parent folder is hidden."""
     is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.suffix in SUFFIXES and not is_hidden and file.is_file()
+    return file.suffix in _TEXT_SUFFIXES and not is_hidden and file.is_file()
 
 
 def read_text(file: Path) -> str:
-    """Return a file's text. Single bytes that are not UTF-8 are left out; a file of them is no text."""
+    """Return the text of a file. Bytes that are not UTF-8 are skipped; a file with many of them is refused."""
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error}): see to it, or leave it out") from error
+        raise ValueError(f"{file} cannot be read ({error}): check its permissions, or remove it") from error
     text = content.decode(errors="ignore")
     if b"\0" in content or len(text.encode()) < 0.9 * len(content):
-        raise ValueError(f"{file} is not text in UTF-8: unpack what is compressed, convert what is in another encoding")
+        raise ValueError(f"{file} is not text in UTF-8: unpack it if it is compressed, or convert its encoding")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def split(texts: list[str], context: int) -> tuple[str, str]:
-    """Return what is trained on and what is held out: every twentieth text, or of few texts the last twentieth."""
+def split_text(texts: list[str], context: int) -> tuple[str, str]:
+    """Return training and held-out text. Every twentieth file is held out; with few files, the last twentieth of the
+    text."""
     held = "".join(texts[19::20])
     if len(held) > context:
         return "".join(text for i, text in enumerate(texts) if i % 20 != 19)[:LIMIT], held[: LIMIT // 20]
@@ -119,21 +127,21 @@ def split(texts: list[str], context: int) -> tuple[str, str]:
     return joined[:cut], joined[cut:]
 
 
-def build(examples: Examples, hyper: Hyper) -> nn.Module:
+def _build(examples: Examples, hyper: Hyper) -> nn.Module:
     assert isinstance(examples, Text)
     layers, width, heads = (int(hyper.more[name]) for name in ("layers", "width", "heads"))
     return GPT(examples.num_kinds, examples.context, layers, width, heads)
 
 
-def begin(model: nn.Module, examples: Examples, hyper: Hyper, place: dkfac.distributed.Place) -> Session:
-    return Plain(hyper, lambda x, y, generator: (x, y))
+def _begin(model: nn.Module, examples: Examples, hyper: Hyper, place: dkfac.distributed.Place) -> Session:
+    return ScheduledSession(hyper, lambda x, y, generator: (x, y))
 
 
-def loss(output: Tensor, targets: Tensor) -> Tensor:
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
-RECIPE = Recipe(
+CHAR_GPT = Recipe(
     name="char-gpt",
     about="characters of any text (by default Python's standard library), a small GPT with AdamW",
     data="a text file or a folder of .py, .txt, .md files; by default Python's standard library",
@@ -147,11 +155,11 @@ RECIPE = Recipe(
         more={"layers": 4, "width": 128, "heads": 4, "context": 128},
     ),
     kfac={"loss_terms": "token", "factor_interval": 2, "inverse_interval": 20},
-    adapt=adapt,
-    load=load,
-    build=build,
-    begin=begin,
-    loss=loss,
+    adapt=_check_sizes,
+    load=_load,
+    build=_build,
+    begin=_begin,
+    loss=_loss,
     first_order="AdamW",
     unused=("size", "label_smoothing"),
 )

@@ -1,4 +1,8 @@
-"""Checkpoints that are whole or not there: a new folder each, a manifest with checksums, a pointer."""
+"""Atomic checkpoints: each in a new folder, with a manifest of checksums and a pointer to the latest.
+
+Input: state dicts by file name. Output: the newest complete checkpoint, and the state in it. Owns: the folder
+``checkpoints/`` of a run.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,26 @@ VERSION = 1
 
 
 def part(folder: Path, step: int) -> Path:
-    """Return the folder, not yet a checkpoint, that the ranks write their files to."""
+    """Return the temporary folder that the ranks write the files of a new checkpoint to."""
     return folder / f".step-{step:08d}.part"
 
 
-def write(folder: Path, step: int, name: str, state: dict[str, Any]) -> None:
-    """Write one file of a checkpoint, to the disk."""
+def write_state(folder: Path, step: int, name: str, state: dict[str, Any]) -> None:
+    """Write one file of a checkpoint and flush it to disk."""
     place = part(folder, step)
     place.mkdir(parents=True, exist_ok=True)
     with open(place / f"{name}.pt", "wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # so it tells of a full disk
+        except RuntimeError as error:  # torch.save's error for a full disk
             raise OSError(f"{place / name}.pt: {error}") from error
         file.flush()
         os.fsync(file.fileno())
 
 
-def finish(folder: Path, step: int, about: dict[str, Any]) -> Path:
-    """Make a checkpoint of what was written: manifest, new name, pointer; remove all but the last few."""
+def commit(folder: Path, step: int, about: dict[str, Any]) -> Path:
+    """Turn the written files into a checkpoint: write the manifest, rename the folder, update the pointer. Remove all
+    but the last few checkpoints."""
     place, final = part(folder, step), folder / f"step-{step:08d}"
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(place.glob("*.pt"))}
     body = {"version": VERSION, "step": step, "files": files, **about}
@@ -46,7 +51,7 @@ def finish(folder: Path, step: int, about: dict[str, Any]) -> Path:
     _sync(folder)
     _replace(folder / "latest", final.name)
     others = [other for other in sorted(folder.glob("step-*")) if other != final]
-    later = [other for other in others if other.name > final.name]  # of a run that went on from before them
+    later = [other for other in others if other.name > final.name]  # from a run that was resumed at an earlier step
     for other in [*later, *others[: len(others) - len(later) - KEPT + 1]]:
         shutil.rmtree(other, ignore_errors=True)
     for rest in folder.glob(".step-*.part"):
@@ -54,23 +59,23 @@ def finish(folder: Path, step: int, about: dict[str, Any]) -> Path:
     return final
 
 
-def give_up(folder: Path, step: int) -> None:
-    """Leave nothing of a checkpoint that could not be written."""
+def abandon(folder: Path, step: int) -> None:
+    """Remove the files of a checkpoint that could not be written completely."""
     shutil.rmtree(part(folder, step), ignore_errors=True)
 
 
 def newest(folder: Path, said: list[str]) -> Path | None:
-    """Return the newest checkpoint that is whole, None if there is none; what is passed over is added to ``said``."""
+    """Return the newest complete checkpoint, or None. Messages about skipped ones are appended to ``said``."""
     for place in _candidates(folder):
         wrong = fault(place)
         if wrong is None:
             return place
-        said.append(f"{place} is passed over: {wrong}")
+        said.append(f"{place} is skipped: {wrong}")
     return None
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield the one pointed at, then the others from the newest on."""
+    """Yield the checkpoint that the pointer names, then the others, newest first."""
     pointer = folder / "latest"
     first = folder / pointer.read_text(errors="replace").strip() if pointer.is_file() else None
     if first is not None and first.parent == folder:
@@ -79,7 +84,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def fault(place: Path) -> str | None:
-    """Return what is wrong with a checkpoint, None if nothing is."""
+    """Return what is wrong with a checkpoint, or None."""
     try:
         body = json.loads((place / "manifest.json").read_text())
         version, seal = body["version"], body.pop("sha256", None)
@@ -94,24 +99,24 @@ def fault(place: Path) -> str | None:
     wanted = ["common.pt", *(f"rank-{rank}.pt" for rank in range(body.get("world_size", 0)))]
     lacking = [name for name in wanted if name not in body["files"]]
     if lacking:
-        return f"{lacking[0]} was not written to it"
-    for name, told in body["files"].items():
+        return f"{lacking[0]} was not written"
+    for name, expected in body["files"].items():
         path = place / name
         if path.parent != place or not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != told["bytes"] or _digest(path) != told["sha256"]:
+        if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
             return f"{name} is damaged"
     return None
 
 
-def about(place: Path) -> dict[str, Any]:
-    """Return what the manifest says."""
+def read_manifest(place: Path) -> dict[str, Any]:
+    """Return the contents of the manifest."""
     body: dict[str, Any] = json.loads((place / "manifest.json").read_text())
     return body
 
 
-def read(place: Path, name: str, device: torch.device) -> dict[str, Any]:
-    """Return a file of a checkpoint; nothing in it is run."""
+def read_state(place: Path, name: str, device: torch.device) -> dict[str, Any]:
+    """Load one file of a checkpoint, with ``weights_only=True``."""
     state: dict[str, Any] = torch.load(place / f"{name}.pt", map_location=device, weights_only=True)
     return state
 
@@ -126,7 +131,7 @@ def _seal(body: dict[str, Any]) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is there whole or as it was."""
+    """Write a file atomically."""
     other = path.with_name(f".{path.name}.new")
     with open(other, "w") as file:
         file.write(text)

@@ -1,4 +1,7 @@
-"""The demo: a small network on handwritten digits, trained with SGD and with K-FAC from the same starts."""
+"""The demo: train a small CNN on handwritten digits with SGD and with K-FAC, from the same initial weights.
+
+Input: command-line flags. Output: a table, a verdict and a plot. Owns: nothing between runs.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ import dkfac
 from dkfac.tools.recipes import digits
 
 TARGET = 0.97
-NAMES = ("SGD", "K-FAC")
-COLOURS = {"SGD": "#8a8a8a", "K-FAC": "#c1440e"}
+_OPTIMIZERS = ("SGD", "K-FAC")
+_COLOURS = {"SGD": "#8a8a8a", "K-FAC": "#c1440e"}
 Curves = dict[str, list[list[digits.Point]]]
-"""Per optimizer, a curve per seed."""
+"""For each optimizer, one curve per seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class Options:
     out: Path
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo and return the exit code: 0 done, 1 something is missing, 2 a bad flag."""
+def run_demo(argv: Sequence[str] | None = None) -> int:
+    """Run the demo and return the exit code: 0 on success, 1 if a package is missing, 2 for an invalid flag."""
     options = parse(argv)
     try:
         for package in ("matplotlib", "sklearn"):
@@ -45,50 +48,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"the demo needs {error.name}, which is not installed: pip install 'dkfac[demo]'", file=sys.stderr)
         return 1
     if options.processes > 1 and "RANK" not in os.environ:
-        return start(options.processes, sys.argv[1:] if argv is None else list(argv))
-    # A network this small gains nothing from a second thread, and on a busy machine threads that wait for each
-    # other make it ten times slower.
+        return _start_ranks(options.processes, sys.argv[1:] if argv is None else list(argv))
+    # A network this small gains nothing from a second thread, and on a busy machine threads waiting for each other
+    # make it ten times slower.
     torch.set_num_threads(1)
     place = dkfac.distributed.init()
-    data, recipe = digits.load(), digits.Recipe(epochs=options.epochs)
+    data, recipe = digits.load_digit_images(), digits.DigitsConfig(epochs=options.epochs)
     if place.rank == 0:
         print(introduction(data, recipe, options.seeds, place.world_size))
-    curves = compare(data, recipe, options.seeds, place)
+    curves = train_both(data, recipe, options.seeds, place)
     dkfac.distributed.end()
     if place.rank > 0:
         return 0
-    print(f"\n{table(curves)}\n\n{verdict(curves, 'epochs')}\n{verdict(curves, 'seconds')}\n{final(curves)}")
+    verdicts = [target_verdict(curves, "epochs"), target_verdict(curves, "seconds"), accuracy_verdict(curves)]
+    print("", target_table(curves), "", *verdicts, sep="\n")
     path = options.out / "digits.png"
     plot(curves, path)
     print(f"plot: {path}")
     return 0
 
 
-def start(num_processes: int, flags: list[str]) -> int:
-    """Run the demo on so many processes, as torchrun would; returns the exit code."""
+def _start_ranks(num_processes: int, flags: list[str]) -> int:
+    """Run the demo on ``num_processes`` ranks with torchrun; return the exit code."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     command = [sys.executable, *torchrun, "-m", "dkfac.tools.recipes.demo", *flags]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            return child.wait()  # torchrun has been interrupted too, and ends the ranks
+            return child.wait()  # torchrun received the signal too and stops the ranks
 
 
 def parse(argv: Sequence[str] | None) -> Options:
-    """Return the flags, checked; a bad one ends the program with code 2 before anything starts."""
-    parser = argparse.ArgumentParser(prog="dkfac.tools.recipes.demo", description=__doc__)
+    """Parse and check the flags. An invalid flag exits with code 2 before anything starts."""
+    parser = argparse.ArgumentParser(
+        prog="dkfac.tools.recipes.demo", description="Train a small CNN on handwritten digits with SGD and with K-FAC."
+    )
     parser.add_argument("--epochs", type=_integer("epochs", 1, 200), help="length of each run (default 10)")
-    parser.add_argument("--seeds", type=_integer("seeds", 1, 20), help="starts to compare from (default 5)")
+    parser.add_argument("--seeds", type=_integer("seeds", 1, 20), help="number of seeds to compare (default 5)")
     parser.add_argument("--processes", type=_integer("processes", 1, 16), default=2,
-                        help="how many share each batch (default %(default)s)")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the plot (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="2 epochs and 1 seed, where not given: only to see it run")
+                        help="number of processes that share each batch (default %(default)s)")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the plot (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="2 epochs and 1 seed unless set: a smoke test")
     flags = parser.parse_args(argv)
     try:
         flags.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"argument --out: out={str(flags.out)!r} is not a folder that can be made: {error.strerror}")
+        parser.error(f"argument --out: out={str(flags.out)!r} cannot be created as a folder: {error.strerror}")
     epochs, seeds = (2, 1) if flags.quick else (10, 5)
     return Options(flags.epochs or epochs, flags.seeds or seeds, flags.processes, flags.out)
 
@@ -102,12 +108,12 @@ def _integer(name: str, low: int, high: int) -> Any:
     return convert
 
 
-def introduction(data: digits.Digits, recipe: digits.Recipe, seeds: int, processes: int) -> str:
+def introduction(data: digits.Digits, recipe: digits.DigitsConfig, seeds: int, processes: int) -> str:
     how = "one process" if processes == 1 else f"{processes} processes, which share each batch through DDP"
     return (
         f"Handwritten digits: {len(data.train_labels):,} training and {len(data.held_out_labels)} test images of 8x8 "
         f"pixels.\n"
-        f"SGD and K-FAC with default settings from the same {seeds} starts, with the same batches and schedule: "
+        f"SGD and K-FAC with default settings, same {seeds} seeds, same batches, same schedule: "
         f"{recipe.epochs} epochs, batch {recipe.batch_size}, lr {recipe.lr:g} (SGD's best of a sweep), on {how}."
     )
 
@@ -115,14 +121,15 @@ def introduction(data: digits.Digits, recipe: digits.Recipe, seeds: int, process
 # --- training ------------------------------------------------------------------------------------------------
 
 
-def compare(data: digits.Digits, recipe: digits.Recipe, seeds: int, place: dkfac.distributed.Place) -> Curves:
-    """Train with both from each start, one after the other, taking turns in who goes first."""
-    # The first steps of a process load kernels, which is nobody's training time. K-FAC introduces itself here.
-    digits.train(data, replace(recipe, epochs=1), {}, place=place)
-    curves: Curves = {name: [] for name in NAMES}
-    progress = Progress(sys.stderr if place.rank == 0 else io.StringIO(), num_parts=2 * seeds)
+def train_both(data: digits.Digits, recipe: digits.DigitsConfig, seeds: int, place: dkfac.distributed.Place) -> Curves:
+    """Train with both optimizers from each seed; they alternate in which one goes first."""
+    # A warm-up run: the first steps of a process load kernels, which must not count as training time of either
+    # optimizer. It also prints K-FAC's one-line announcement.
+    digits.train_digits(data, replace(recipe, epochs=1), {}, place=place)
+    curves: Curves = {name: [] for name in _OPTIMIZERS}
+    progress = ProgressBar(sys.stderr if place.rank == 0 else io.StringIO(), num_parts=2 * seeds)
     for seed in range(seeds):
-        for name in NAMES if seed % 2 == 0 else reversed(NAMES):
+        for name in _OPTIMIZERS if seed % 2 == 0 else reversed(_OPTIMIZERS):
             label = f"seed {seed} {name}"
 
             def show(point: digits.Point, label: str = label) -> None:
@@ -130,20 +137,20 @@ def compare(data: digits.Digits, recipe: digits.Recipe, seeds: int, place: dkfac
                 progress.show(label, point.epochs / recipe.epochs, note)
 
             options = {"announce": False} if name == "K-FAC" else None
-            curves[name].append(digits.train(data, replace(recipe, seed=seed), options, show, place=place))
+            curves[name].append(digits.train_digits(data, replace(recipe, seed=seed), options, show, place=place))
             progress.next_part()
     return curves
 
 
-class Progress:
-    """A bar that is redrawn on a terminal; elsewhere a line per finished part."""
+class ProgressBar:
+    """A progress bar that is redrawn on a terminal; on other streams, one line per finished part."""
 
     def __init__(self, stream: TextIO, num_parts: int) -> None:
         self._stream, self._num_parts, self._num_done = stream, num_parts, 0
         self._start, self._last = time.perf_counter(), ""
 
     def show(self, label: str, share: float, note: str) -> None:
-        """Say where the current part is."""
+        """Show the progress of the current part."""
         total = (self._num_done + share) / self._num_parts
         seconds = time.perf_counter() - self._start
         filled = round(24 * total)
@@ -155,7 +162,7 @@ class Progress:
             self._stream.flush()
 
     def next_part(self) -> None:
-        """The current part is finished."""
+        """Mark the current part as finished."""
         self._num_done += 1
         if not self._stream.isatty():
             print(f"[{self._num_done}/{self._num_parts}] {self._last}", file=self._stream, flush=True)
@@ -163,17 +170,17 @@ class Progress:
             self._stream.write("\r\x1b[K")
 
 
-# --- what came out -------------------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------------------
 
 
 def to_target(curves: list[list[digits.Point]], unit: str) -> list[float | None]:
-    """Return each seed's epochs or seconds to the target accuracy, None where it was not reached."""
+    """Return the epochs or seconds to the target accuracy for each seed; None where it was not reached."""
     points = [digits.first_reaching(curve, TARGET) for curve in curves]
     return [None if point is None else float(getattr(point, unit)) for point in points]
 
 
-def table(curves: Curves) -> str:
-    """Return means over the seeds, with the range of what the target took."""
+def target_table(curves: Curves) -> str:
+    """Return a table of means over the seeds, with the range of epochs and seconds to the target."""
     rows: list[tuple[str, ...]] = [
         ("", f"epochs to {TARGET:.0%}", f"seconds to {TARGET:.0%}", "final accuracy", "seconds per epoch")
     ]
@@ -194,47 +201,47 @@ def _mean_and_range(values: list[float | None]) -> str:
     return mean if len(reached) == 1 else f"{mean} ({min(reached):.2f} to {max(reached):.2f})"
 
 
-def verdict(curves: Curves, unit: str) -> str:
-    """Say who needs less of a unit to the target, by how much and in how many of the seeds."""
-    sgd, kfac = (to_target(curves[name], unit) for name in NAMES)
+def target_verdict(curves: Curves, unit: str) -> str:
+    """Return which optimizer reaches the target in fewer epochs or seconds, by how much and in how many seeds."""
+    sgd, kfac = (to_target(curves[name], unit) for name in _OPTIMIZERS)
     reached = [sum(value is not None for value in values) for values in (sgd, kfac)]
     if sum(reached) < 2 * len(sgd):
         counts = f"{TARGET:.0%} was reached by SGD in {reached[0]} and by K-FAC in {reached[1]} of {len(sgd)} runs"
         if reached[0] == reached[1]:
-            return f"In {unit} no verdict: {counts}."
-        return f"In {unit} {NAMES[reached[1] > reached[0]]} wins: {counts}."
+            return f"In {unit}, no verdict: {counts}."
+        return f"In {unit}, {_OPTIMIZERS[reached[1] > reached[0]]} wins: {counts}."
     pairs = [(s, k) for s, k in zip(sgd, kfac, strict=True) if s is not None and k is not None]
     means = fmean(s for s, _ in pairs), fmean(k for _, k in pairs)
     if means[0] == means[1]:
-        return f"In {unit} a draw: {means[0]:.2f} each."
+        return f"In {unit}, a draw: {means[0]:.2f} each."
     winner, loser = (1, 0) if means[1] < means[0] else (0, 1)
     gaps = [pair[loser] - pair[winner] for pair in pairs]
-    # The gap against its own standard error over the seeds: what another few seeds might well turn round is no win.
+    # Compare the gap with its standard error over the seeds: a gap that a few more seeds could reverse is no win.
     clear = len(gaps) > 1 and fmean(gaps) > 2 * stdev(gaps) / len(gaps) ** 0.5
     share = 1 - means[winner] / means[loser]
     return (
-        f"In {unit} {NAMES[winner]} {'wins' if clear else 'is ahead'}: {means[winner]:.2f} against "
+        f"In {unit}, {_OPTIMIZERS[winner]} {'wins' if clear else 'is ahead'}: {means[winner]:.2f} against "
         f"{means[loser]:.2f}, {share:.0%} less, in {sum(gap > 0 for gap in gaps)} of {len(gaps)} seeds"
         f"{'' if clear else ', which may be chance'}."
     )
 
 
-def final(curves: Curves) -> str:
-    """Say who ends higher, and in how many of the seeds."""
-    pairs = list(zip(*([run[-1].accuracy for run in curves[name]] for name in NAMES), strict=True))
+def accuracy_verdict(curves: Curves) -> str:
+    """Return which optimizer ends with the higher accuracy, and in how many seeds."""
+    pairs = list(zip(*([run[-1].accuracy for run in curves[name]] for name in _OPTIMIZERS), strict=True))
     means = [fmean(column) for column in zip(*pairs, strict=True)]
     if means[0] == means[1]:
-        return f"At the end a draw: {means[0]:.1%} each."
+        return f"Final accuracy: a draw, {means[0]:.1%} each."
     winner, loser = (1, 0) if means[1] > means[0] else (0, 1)
     num_ahead = sum(pair[winner] > pair[loser] for pair in pairs)
     return (
-        f"At the end {NAMES[winner]} is more accurate: {means[winner]:.1%} against {means[loser]:.1%}, "
+        f"Final accuracy: {_OPTIMIZERS[winner]} is ahead, {means[winner]:.1%} against {means[loser]:.1%}, "
         f"in {num_ahead} of {len(pairs)} seeds."
     )
 
 
 def plot(curves: Curves, path: Path) -> None:
-    """Draw test accuracy over epochs and over seconds: each seed thin, their mean thick."""
+    """Plot test accuracy against epochs and against seconds: a thin line per seed, a thick one for the mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -247,11 +254,11 @@ def plot(curves: Curves, path: Path) -> None:
             xs = [[float(getattr(point, unit)) for point in run] for run in runs]
             ys = [[point.accuracy for point in run] for run in runs]
             for x, y in zip(xs, ys, strict=True):
-                panel.plot(x, y, color=COLOURS[name], linewidth=0.8, alpha=0.35)
+                panel.plot(x, y, color=_COLOURS[name], linewidth=0.8, alpha=0.35)
             mean_x, mean_y = [[fmean(column) for column in zip(*rows, strict=True)] for rows in (xs, ys)]
-            panel.plot(mean_x, mean_y, color=COLOURS[name], linewidth=2.2, label=name)
+            panel.plot(mean_x, mean_y, color=_COLOURS[name], linewidth=2.2, label=name)
         panel.axhline(TARGET, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
-        panel.set_title(verdict(curves, unit).split(",")[0].rstrip("."), loc="left", fontsize=10)
+        panel.set_title(", ".join(target_verdict(curves, unit).split(", ")[:2]).rstrip("."), loc="left", fontsize=10)
         panel.set_xlabel("epochs" if unit == "epochs" else "seconds of training")
         panel.set_xlim(left=0)
         panel.set_ylim(0.8, 1.0)
@@ -265,13 +272,14 @@ def plot(curves: Curves, path: Path) -> None:
                        textcoords="offset points", fontsize=9)  # fmt: skip
     num_seeds = len(curves["SGD"])
     figure.suptitle(
-        f"Handwritten digits, a small CNN: same starts, lr and schedule, {num_seeds} seed{'s' if num_seeds > 1 else ''}"
+        f"Handwritten digits, a small CNN: same initial weights, lr and schedule, "
+        f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
     )
     figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(run_demo())
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,7 @@
-"""Scikit-learn's handwritten digits (8x8 pixels, nothing to download) and a small convolutional network for them."""
+"""Scikit-learn's handwritten digits (8x8 pixels, nothing to download) and a small CNN that classifies them.
+
+Input: scikit-learn's images, a configuration. Output: a trained model's accuracy curve. Owns: the fixed split.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch import Tensor, nn
 
 import dkfac
 
-Part = Literal["test", "validation"]
-"""What a run is judged on: ``"test"`` in the demo, ``"validation"`` where settings are chosen."""
+EvalSplit = Literal["test", "validation"]
+"""The held-out split that a run is evaluated on: ``"test"`` in the demo, ``"validation"`` to choose settings."""
 
 NUM_TEST, NUM_VALIDATION = 400, 300
 SPLIT_SEED = 20
@@ -21,7 +24,8 @@ SPLIT_SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images ``[N, 1, 8, 8]``, standardised with the training images' mean and deviation, and labels ``[N]``."""
+    """Images ``[N, 1, 8, 8]``, standardized with the mean and standard deviation of the training images; labels
+    ``[N]``."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -30,27 +34,28 @@ class Digits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """Everything of a run but the optimizer's direction: both sides of a comparison share it."""
+class DigitsConfig:
+    """Configuration of a run that SGD and K-FAC share in a comparison."""
 
     lr: float = 0.05
-    """Peak of the schedule: linear warm-up over a tenth of the steps, then linear decay to zero. SGD's best of
-    {0.01 ... 0.5} on the validation images (benchmarks/digits_defaults.py)."""
+    """Peak of the schedule: linear warm-up over a tenth of the steps, then linear decay to zero. The default is SGD's
+    best value in {0.01 ... 0.5} on the validation images (benchmarks/digits_defaults.py)."""
 
     epochs: int = 10
     batch_norm: bool = True
-    """Normalise after each convolution. Without it SGD's best lr is 0.1, an edge where K-FAC can diverge."""
+    """Whether each convolution is followed by batch norm. Without it SGD's best lr is 0.1, the limit at which K-FAC
+    can diverge."""
 
     batch_size: int = 64
     momentum: float = 0.9
     weight_decay: float = 5e-4
     seed: int = 0
-    """Decides the start, the order of the examples and their shifts."""
+    """Seed of the initial weights, the order of the examples and their shifts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a run stands; ``seconds`` is training time since the start, evaluation left out."""
+    """One evaluation during a run. ``seconds`` is training time since the start, without evaluation."""
 
     epochs: float
     seconds: float
@@ -59,8 +64,8 @@ class Point:
     accuracy: float
 
 
-def load(part: Part = "test") -> Digits:
-    """Return the digits in a split that never changes. The test images are in neither side of ``"validation"``."""
+def load_digit_images(part: EvalSplit = "test") -> Digits:
+    """Return the digits in a fixed split. ``"validation"`` contains no test images."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
@@ -78,7 +83,7 @@ def load(part: Part = "test") -> Digits:
 
 
 def build_model(seed: int, *, batch_norm: bool = True) -> nn.Module:
-    """Return a network of three convolutions and a linear layer, 8x8 to 4x4 to 2x2 to ten classes."""
+    """Return a CNN of three convolutions (8x8, 4x4, 2x2 pixels) and a linear layer with ten classes."""
     torch.manual_seed(seed)
     return nn.Sequential(
         *_stage(1, 16, batch_norm),
@@ -96,8 +101,8 @@ def _stage(num_in: int, num_out: int, batch_norm: bool) -> tuple[nn.Module, ...]
     return (convolution, nn.BatchNorm2d(num_out), nn.ReLU()) if batch_norm else (convolution, nn.ReLU())
 
 
-def batches(digits: Digits, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the run's batches, the same for the same seed; each image is shifted by up to one pixel."""
+def batches(digits: Digits, recipe: DigitsConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a run, determined by the seed. Each image is shifted by up to one pixel."""
     generator = torch.Generator().manual_seed(recipe.seed)
     for _ in range(recipe.epochs):
         order = torch.randperm(len(digits.train_labels), generator=generator)
@@ -107,7 +112,7 @@ def batches(digits: Digits, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _shift(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Move each image by -1, 0 or 1 pixels in both directions; what comes in is background."""
+    """Shift each image by -1, 0 or 1 pixels in both directions, padding with the background value."""
     count, _, height, width = images.shape
     padded = nn.functional.pad(images, (1, 1, 1, 1), value=float(images.min()))
     dy, dx = torch.randint(0, 3, (2, count, 1, 1), generator=generator)
@@ -116,17 +121,18 @@ def _shift(images: Tensor, generator: torch.Generator) -> Tensor:
     return padded[torch.arange(count)[:, None, None], 0, rows, columns].unsqueeze(1)
 
 
-def train(
+def train_digits(
     digits: Digits,
-    recipe: Recipe,
+    recipe: DigitsConfig,
     kfac: Mapping[str, Any] | None,
     on_point: Callable[[Point], None] = lambda point: None,
     clock: Callable[[], float] = time.perf_counter,
     place: dkfac.distributed.Place | None = None,
 ) -> list[Point]:
-    """Train from the recipe's start and return the curve, a point each quarter of an epoch and at the end.
+    """Train a model and return its curve, one point per quarter of an epoch and one at the end.
 
-    ``kfac``: K-FAC's options, None for plain SGD. ``place``: among ranks that share each batch, through DDP.
+    ``kfac``: options for K-FAC; None trains with SGD alone. ``place``: this rank, if several ranks share each batch
+    through DDP.
     """
     model = build_model(recipe.seed, batch_norm=recipe.batch_norm)
     is_alone = place is None or place.is_alone
@@ -176,11 +182,11 @@ def evaluate(model: nn.Module, digits: Digits) -> tuple[float, float]:
 
 
 def first_reaching(curve: list[Point], accuracy: float) -> Point | None:
-    """Return the first point with that accuracy, None if it was never reached."""
+    """Return the first point with at least that accuracy, or None."""
     return next((point for point in curve if point.accuracy >= accuracy), None)
 
 
 def _triangle(step: int, num_steps: int) -> float:
-    """The learning rate's share of its peak; ``step`` is the coming one."""
+    """Return the learning rate of the next step, ``step``, as a fraction of its peak."""
     warmup = max(1, num_steps // 10)
     return min((step + 1) / warmup, max(0, num_steps - step) / max(1, num_steps - warmup))

@@ -1,4 +1,7 @@
-"""All recipes, by name."""
+"""All recipes by name.
+
+Input: the name of a recipe. Output: the recipe, or an error with the closest name. Owns: the table of recipes.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from dkfac.tools.recipes.recipe import Recipe
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        digits_cnn.RECIPE,
-        autoencoder.RECIPE,
-        char_gpt.RECIPE,
-        fashion_cnn.RECIPE,
+        digits_cnn.DIGITS_CNN,
+        autoencoder.AUTOENCODER,
+        char_gpt.CHAR_GPT,
+        fashion_cnn.FASHION_CNN,
         CIFAR,
         *IMAGENET,
-        large_batch.RECIPE,
+        large_batch.LARGE_BATCH,
     )
 }
 
 
-def find(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     if name in RECIPES:
         return RECIPES[name]
     near = difflib.get_close_matches(name, RECIPES, 1, 0.4)

@@ -1,4 +1,7 @@
-"""A run's folder: what was asked for, on what, what happened. See ``docs/notes/009-recipes.md`` for the files."""
+"""The run folder: settings, environment and metrics of a run. ``docs/notes/009-recipes.md`` lists its files.
+
+Input: entries of a run. Output: JSON files. Owns: the files of the run folder other than checkpoints, and its lock.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ import torch
 
 import dkfac
 
-NUM_EIGENVALUES = 64
-LARGEST = 1024
-"""Factors larger than this are not decomposed for their spectrum."""
+_NUM_EIGENVALUES = 64
+_MAX_SPECTRUM_DIM = 1024
+"""Largest factor whose spectrum is computed."""
 
 
 class Log:
-    """Appends to a run's folder, on rank 0; on the others it does nothing. What cannot be written is said once."""
+    """Writes to the run folder on rank 0; does nothing on other ranks. A failed write is reported once."""
 
     def __init__(self, folder: Path, place: dkfac.distributed.Place, *, is_resumed: bool, tensorboard: bool) -> None:
-        """Take the folder, in which nothing is changed yet."""
+        """Lock the folder. Nothing in it is changed yet."""
         self._folder, self._place = folder, place
         self._file: Any = None
         self._board: Any = None
@@ -38,7 +41,7 @@ class Log:
             return
         has_run = (folder / "metrics.jsonl").exists() or any((folder / "checkpoints").glob("step-*"))
         if has_run and not is_resumed:
-            raise ValueError(f"{folder} has a run already: choose another --out, or --resume {folder}")
+            raise ValueError(f"{folder} already has a run: use another --out, or --resume {folder}")
         if tensorboard:
             _board_class()
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,11 +49,12 @@ class Log:
         self._wants_board = tensorboard
 
     def begin(self, about: dict[str, Any], step: int) -> None:
-        """Write what the run is, and take out what was logged after the step that it begins with."""
+        """Write settings and environment, and remove entries that were logged after the step that the run starts
+        from."""
         if self._lock is None:
             return
         _write(self._folder / "settings.json", about)
-        _write(self._folder / "environment.json", environment(self._place.device))
+        _write(self._folder / "environment.json", describe_environment(self._place.device))
         path = self._folder / "metrics.jsonl"
         old = entries(path) if path.exists() else ()
         kept = [entry for entry in old if entry.get("step", 0) <= step and entry.get("kind") != "end"] if step else []
@@ -72,19 +76,19 @@ class Log:
 
     @contextlib.contextmanager
     def _complaining(self) -> Iterator[None]:
-        """Go on where the disk is full."""
+        """Continue after a failed write, for example on a full disk."""
         try:
             yield
         except OSError as error:
             if not self._has_complained:
-                print(f"dkfac: {self._folder} cannot be written ({error}); training goes on", file=sys.stderr)
+                print(f"dkfac: {self._folder} cannot be written ({error}); training continues", file=sys.stderr)
             self._has_complained = True
 
     def add(self, **entry: Any) -> None:
         if self._file is None:
             return
         with self._complaining():
-            self._file.write(json.dumps(plain(entry)) + "\n")
+            self._file.write(json.dumps(to_json_value(entry)) + "\n")
             self._file.flush()
         if self._board is not None and entry["kind"] in ("step", "test"):
             flat = {**entry, **{f"kfac/{k}": v for k, v in entry.get("kfac", {}).items()}}
@@ -98,7 +102,7 @@ class Log:
         gather: Callable[[list[float]], list[list[float]]],
         describe: Callable[[], dict[str, Any]],
     ) -> None:
-        """Write what each rank took and what K-FAC reports, which ``describe`` returns. A collective call."""
+        """Write the peak memory of each rank and K-FAC's report, which ``describe`` returns. A collective call."""
         ranks = gather(own)
         if self._lock is None:
             return
@@ -108,7 +112,7 @@ class Log:
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics file; those that were cut short or damaged are passed over."""
+    """Yield the entries of a metrics file. Truncated or damaged lines are skipped."""
     with open(path, errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError):
@@ -118,19 +122,19 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _locked(folder: Path) -> Any:
-    """Return a file that is this process's while it is open."""
+    """Return an open file on which this process holds the lock of the folder."""
     file = open(folder / ".lock", "a")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ValueError(f"{folder} is in use by another process: wait for it, or choose another --out") from None
+        raise ValueError(f"{folder} is in use by another process: wait for it, or use another --out") from None
     except OSError:  # a file system without locks
         pass
     return file
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "dkfac": dkfac.__version__,
@@ -143,22 +147,24 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def resources(device: torch.device) -> list[float]:
-    """Return the most memory that this rank has held, in bytes: of its GPU, or of the process."""
+def peak_memory(device: torch.device) -> list[float]:
+    """Return this rank's peak memory in bytes: of its GPU, or of the process."""
     if device.type == "cuda":
         return [float(torch.cuda.max_memory_allocated(device))]
     return [1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
 
 
-def spectra(factors: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
-    """Yield eigenvalues of the factors of the first, the middle and the last layer, as ``kfac.factors()`` has them."""
+def factor_spectra(factors: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
+    """Yield eigenvalues of the factors of the first, the middle and the last layer, from ``kfac.factors()``; those of
+    all pieces of a factor together."""
     names = list(factors)
     for name in dict.fromkeys([*names[:1], *names[len(names) // 2 :][:1], *names[-1:]]):
         for key, factor in factors[name].items():
-            if factor.ndim != 2 or factor.shape[0] > LARGEST or factor.shape[0] != factor.shape[1]:
+            if factor.shape[-1] > _MAX_SPECTRUM_DIM or factor.ndim < 2 or factor.shape[-2] != factor.shape[-1]:
                 continue
-            values = torch.linalg.eigvalsh(factor.detach().double().cpu()).flip(0).clamp(min=0)
-            places = torch.linspace(0, len(values) - 1, min(NUM_EIGENVALUES, len(values))).round().long()
+            values = torch.linalg.eigvalsh(factor.detach().double().cpu()).flatten().sort(descending=True).values
+            values = values.clamp(min=0)
+            places = torch.linspace(0, len(values) - 1, min(_NUM_EIGENVALUES, len(values))).round().long()
             largest, least = float(values[0]), float(values[values > values[0] * 1e-12][-1]) if values[0] > 0 else 0.0
             yield {
                 "layer": name,
@@ -168,12 +174,12 @@ def spectra(factors: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[dict[
             }
 
 
-def plain(value: Any) -> Any:
-    """Return what JSON can hold: numbers that are not finite become None."""
+def to_json_value(value: Any) -> Any:
+    """Return a value that JSON can represent: non-finite numbers become None."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -181,7 +187,7 @@ def plain(value: Any) -> Any:
 
 def _write(path: Path, body: Any) -> None:
     other = path.with_name(f".{path.name}.new")
-    other.write_text(json.dumps(plain(body), indent=1, default=str) + "\n")
+    other.write_text(json.dumps(to_json_value(body), indent=1, default=str) + "\n")
     os.replace(other, path)
 
 

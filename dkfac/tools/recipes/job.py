@@ -1,4 +1,7 @@
-"""A training job, and what is alive while it runs."""
+"""A training job, and its state while it runs.
+
+Input: options of ``dkfac train``. Output: the two dataclasses. Owns: nothing; ``training.py`` updates the run.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,30 @@ from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What to train, how and where to."""
+class TrainingJob:
+    """What to train, with which settings, and into which folder."""
 
     recipe: Recipe
     hyper: Hyper
     kfac: dict[str, Any] | None
-    """Settings; None: the first-order optimizer alone."""
+    """Settings of K-FAC; None: train with the first-order optimizer alone."""
     folder: Path
     data: str | None = None
     max_steps: int | None = None
     save_every: int = 0
-    """Steps between checkpoints; 0: at the end of each pass over the data."""
+    """Steps between checkpoints; 0: one per epoch."""
     resume: bool = False
     resume_at: str | None = None
-    """The checkpoint to go on from; None: the newest that is whole."""
+    """Name of the checkpoint to resume from; None: the newest complete one."""
     tensorboard: bool = False
     command: str = ""
 
 
 @dataclass(slots=True)
-class Run:
-    """What is alive while a job runs."""
+class TrainingRun:
+    """State of a job while it runs."""
 
-    job: Job
+    job: TrainingJob
     place: dkfac.distributed.Place
     model: nn.Module
     network: nn.Module
@@ -68,5 +71,5 @@ class Run:
         return {"kfac": self.kfac.report(), "plan": json.loads(self.kfac.plan.to_json()), "layers": repr(self.kfac)}
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
-        """Return all ranks' numbers. A collective call."""
+        """Return the numbers of all ranks. A collective call."""
         return dkfac.distributed.gather(numbers, self.device)

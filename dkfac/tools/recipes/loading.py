@@ -1,4 +1,7 @@
-"""Batches of examples for ranks and micro-batches, loaded while others are trained on."""
+"""Batches for ranks and micro-batches, prefetched by a thread.
+
+Input: a data set, a seed. Output: inputs and targets on the device. Owns: the prefetching thread and its queue.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from torch import Tensor
 
 from dkfac.tools.recipes.recipe import Examples
 
-AHEAD = 2
-"""Micro-batches that wait."""
+_PREFETCHED = 2
+"""Number of micro-batches in the queue."""
 
 
-def steps(num_pictures: int, batch: int, *, seed: int, first: int = 0) -> Iterator[Tensor]:
-    """Yield the numbers of each step's pictures, from step ``first`` on, without end: one shuffled pass after another,
-    a batch across their border where they do not divide. The same for the same seed, wherever it begins."""
+def batch_indices(num_pictures: int, batch: int, *, seed: int, first: int = 0) -> Iterator[Tensor]:
+    """Yield the indices of the examples of each step, from step ``first`` on, without end.
+
+    The data set is reshuffled in each epoch; a batch may span two epochs. Step ``n`` has the same indices for the
+    same seed, whatever ``first`` is.
+    """
     begin = first * batch
     number, skipped = divmod(begin, num_pictures)
     waiting = _pass(num_pictures, seed, number)[skipped:]
@@ -36,9 +42,10 @@ def _pass(num_pictures: int, seed: int, number: int) -> Tensor:
 
 
 def micro_batches(index: Tensor, size: int, *, rank: int = 0, world_size: int = 1) -> list[Tensor]:
-    """Return a rank's share of a step, in equal parts of at most ``size``; all ranks have as many, of the same size."""
+    """Return a rank's share of a batch as equal micro-batches of at most ``size`` examples, the same number on all
+    ranks."""
     if len(index) % world_size:
-        raise ValueError(f"a batch of {len(index)} cannot be shared equally by {world_size} ranks: choose a multiple")
+        raise ValueError(f"a batch of {len(index)} cannot be divided equally by {world_size} ranks: use a multiple")
     share = len(index) // world_size
     number = -(-share // size)
     while share % number:
@@ -46,11 +53,11 @@ def micro_batches(index: Tensor, size: int, *, rank: int = 0, world_size: int = 
     return list(index[rank * share : (rank + 1) * share].chunk(number))
 
 
-def ahead(
+def prefetch(
     examples: Examples, parts: Iterator[Tensor], *, seed: int | None, device: torch.device
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Yield inputs and targets on the device, read by a thread while earlier ones are used."""
-    ready: queue.Queue[tuple[Tensor, Tensor] | BaseException | None] = queue.Queue(AHEAD)
+    """Yield inputs and targets on the device; a thread reads the next ones in the meantime."""
+    ready: queue.Queue[tuple[Tensor, Tensor] | BaseException | None] = queue.Queue(_PREFETCHED)
     stopped = threading.Event()
 
     def put(item: tuple[Tensor, Tensor] | BaseException | None) -> None:
@@ -74,7 +81,9 @@ def ahead(
     thread.start()
     try:
         while (item := ready.get()) is not None:
-            if isinstance(item, (ValueError, OSError)):  # a file, no wrong option: whichever rank met it says so
+            if isinstance(
+                item, (ValueError, OSError)
+            ):  # a bad file, not a wrong option: the rank that found it reports it
                 raise RuntimeError(str(item)) from item
             if isinstance(item, BaseException):
                 raise item
@@ -84,8 +93,8 @@ def ahead(
         thread.join()
 
 
-def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return pixels of about mean 0 and deviation 1, with the figures of ImageNet for colours."""
+def normalize_pixels(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return pixels with a mean of about 0 and a standard deviation of about 1, by ImageNet's values for RGB."""
     mean, deviation = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) if pixels.shape[1] == 3 else ((0.5,), (0.25,))
     m, d = (torch.tensor(t, device=pixels.device, dtype=dtype).view(1, -1, 1, 1) for t in (mean, deviation))
     return (pixels.to(dtype) / 255 - m) / d

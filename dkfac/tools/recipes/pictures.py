@@ -1,4 +1,7 @@
-"""Pictures with labels, in memory or to be decoded when they are asked for."""
+"""Labelled images, held in memory or decoded on demand.
+
+Input: files or pixels, labels. Output: batches of uint8 pixels. Owns: nothing but the images in memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALL = 64
-"""Pictures up to this size are decoded once and kept, if they are of one size."""
+"""Images with at most this many pixels per side are decoded once and kept, if all have the same size."""
 
 
 class Member(NamedTuple):
@@ -30,7 +33,7 @@ Source = Path | Member
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """One split: labels, and pixels in memory or where to get them."""
+    """One split: labels, and either pixels in memory or the files to decode."""
 
     labels: Tensor
     """``[N]``"""
@@ -38,26 +41,29 @@ class Pictures:
     pixels: Tensor | None = None
     """``[N, C, H, W]``, uint8."""
     sources: tuple[Source, ...] = ()
-    """Otherwise: where the images are."""
+    """The files or archive members to decode, if there are no pixels in memory."""
     size: int | None = None
-    """What all are brought to; None: pictures in memory stay as they are."""
+    """Pixels per side that images are resized to; None: images in memory are not resized."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def sized(self, size: int | None) -> Pictures:
-        """Return the same, brought to a size."""
+        """Return the same images, to be resized to ``size``."""
         if size is None and self.pixels is None:
             raise ValueError(self._wants_size())
         return replace(self, size=size)
 
     def in_colour(self) -> Pictures:
-        """Return the same, grey pictures with three equal colours."""
+        """Return the same images with three channels; grey images get three equal ones."""
         return self if self.pixels is None else replace(self, pixels=self.pixels.expand(-1, 3, -1, -1))
 
     def get(self, index: Tensor, *, seed: int | None) -> tuple[Tensor, Tensor]:
-        """Return pixels ``[n, C, size, size]``, uint8, and labels. ``seed``: cut random parts (area 8 to 100%, aspect
-        3/4 to 4/3), as for training; None: the middle. Pictures in memory come whole, whatever the seed."""
+        """Return pixels ``[n, C, size, size]``, uint8, and labels.
+
+        ``seed``: take random crops for training (area 8 to 100%, aspect ratio 3/4 to 4/3); None: the center crop.
+        Images in memory are never cropped.
+        """
         return self._load(index, seed), self.labels[index]
 
     def _load(self, index: Tensor, seed: int | None) -> Tensor:
@@ -72,19 +78,21 @@ class Pictures:
             return torch.stack(list(pool.map(lambda i, s: _decode(self.sources[i], size, s), numbers, seeds)))
 
     def _wants_size(self) -> str:
-        """Say why the pictures cannot be taken as they are, and what to do."""
-        first, remedy = self.sources[0], "they need a size to be brought to: say --size, as in --size 32"
+        """Return an error message: why the images need a size, and how to set it."""
+        first, remedy = self.sources[0], "set the size to resize them to, for example --size 32"
         size = _size(first)
         odd = next((source for source in self.sources if _size(source) != size), None)
         if odd is None:
-            return f"the pictures are of {size[0]} x {size[1]} pixels, more than {SMALL}: {remedy}"
-        sizes = ", ".join("{} is of {} x {} pixels".format(_name(one), *_size(one)) for one in (first, odd))
-        return f"the pictures differ in size ({sizes}): {remedy}"
+            return f"the images have {size[0]} x {size[1]} pixels, more than {SMALL}: {remedy}"
+        sizes = ", ".join("{} has {} x {} pixels".format(_name(one), *_size(one)) for one in (first, odd))
+        return f"the images differ in size ({sizes}): {remedy}"
 
 
 def in_memory(pictures: Pictures) -> Pictures:
-    """Return the same, decoded, if they are small and of one size."""
-    sizes = {_size(source) for source in (pictures.sources[0], pictures.sources[-1])}  # of millions, look at two
+    """Return the images decoded into memory, if they are small and all of one size."""
+    sizes = {
+        _size(source) for source in (pictures.sources[0], pictures.sources[-1])
+    }  # check only two: there may be millions
     if len(sizes) > 1 or max(next(iter(sizes))) > SMALL:
         return pictures
     with ThreadPoolExecutor(8) as pool:
@@ -99,7 +107,7 @@ def _open(source: Source) -> Any:
 
 
 def _size(source: Source) -> tuple[int, int]:
-    """Return width and height, without decoding."""
+    """Return width and height without decoding the image."""
     size: tuple[int, int] = _image(source, lambda image: image.size)
     return size
 
@@ -112,8 +120,9 @@ def _image(source: Source, take: Callable[[Any], Any]) -> Any:
     try:
         with Image.open(io.BytesIO(source.content) if isinstance(source, Member) else source) as image:
             return take(image)
-    except Exception as error:  # Pillow's decoders raise what they like
-        raise ValueError(f"{_name(source)} cannot be read as an image ({error}): remove it or get it again") from error
+    except Exception as error:  # Pillow's decoders raise exceptions of any type
+        what = f"{_name(source)} cannot be read as an image ({error})"
+        raise ValueError(f"{what}: remove it or download it again") from error
 
 
 def _name(source: Source) -> str:
@@ -121,7 +130,7 @@ def _name(source: Source) -> str:
 
 
 def _resized(pixels: Tensor, size: int | None) -> Tensor:
-    """Return the middle of pictures in memory, brought to a size."""
+    """Return the center squares of images in memory, resized to ``size``."""
     if size is None:
         return pixels
     side = min(pixels.shape[2:])
@@ -136,14 +145,14 @@ def _pixels(image: Any) -> Tensor:
 
 
 def _decode(source: Source, size: int, seed: int | None) -> Tensor:
-    """Return a random part, or the middle, of an image as ``[3, size, size]``."""
+    """Return a random crop, or the center crop, of an image as ``[3, size, size]``."""
     image = _open(source)
     box = _middle(image.width, image.height, size) if seed is None else _part(image.width, image.height, seed)
     return _pixels(image.resize((size, size), 2, box))  # 2: bilinear
 
 
 def _middle(width: int, height: int, size: int) -> tuple[float, float, float, float]:
-    """Return what is left of an image whose shorter side is made 256/224 of the size, cut to the size."""
+    """Return the box of the center crop: as if the shorter side were resized to 256/224 of the size, then cropped."""
     side = min(width, height) * 224 / 256 if size > SMALL else float(min(width, height))
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

@@ -1,4 +1,7 @@
-"""Pictures with labels from what data sets come in: idx files, CIFAR's batches, folders and archives of images."""
+"""Read labelled images from the formats of common data sets: idx files, CIFAR's batches, folders and tar archives.
+
+Input: a path. Output: training and test ``Pictures``. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ from torch import Tensor
 from dkfac.tools.recipes.pictures import Member, Pictures, Source, in_memory
 
 SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
-LAYOUT = """put there one of
+LAYOUT = """put one of these there:
   train/<class>/*.jpg and test/<class>/*.jpg (or val/), as folders or in one .tar, .tar.gz or .tar.xz archive
   data_batch_1 ... data_batch_5 and test_batch (CIFAR-10's python version)
   train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte (or .gz)"""
 
 
-def read(path: str | Path) -> tuple[Pictures, Pictures]:
-    """Return training and test pictures of whatever is at a path."""
+def read_pictures(path: str | Path) -> tuple[Pictures, Pictures]:
+    """Return the training and test images at a path, in any of the supported formats."""
     try:
         return _read(Path(path))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}): see to it, or get it again") from error
+        raise ValueError(f"{path} cannot be read ({error}): check its permissions, or download it again") from error
 
 
 def _read(path: Path) -> tuple[Pictures, Pictures]:
@@ -61,26 +64,26 @@ def _members(path: Path) -> Iterable[tuple[tuple[str, ...], Member]]:
                 if file is not None:
                     yield PurePosixPath(member.name).parts, Member(f"{path}: {member.name}", file.read())
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(f"{path} is damaged, or not a tar archive: get it again") from error
+        raise ValueError(f"{path} is damaged, or not a tar archive: download it again") from error
 
 
 def _splits(files: Iterable[tuple[tuple[str, ...], Source]], where: str) -> tuple[Pictures, Pictures]:
-    """Sort files by ``.../<split>/<class>/<name>``. Hidden ones (macOS's ``._0.jpg``) are passed over."""
+    """Sort files by ``.../<split>/<class>/<name>``. Hidden files (macOS's ``._0.jpg``) are ignored."""
     found: dict[str, list[tuple[str, str, Source]]] = {"train": [], "test": []}
     for parts, source in files:
         is_hidden = any(part.startswith(".") for part in parts[-3:])
-        if len(parts) < 3 or is_hidden or not parts[-1].lower().endswith(SUFFIXES):
+        if len(parts) < 3 or is_hidden or not parts[-1].lower().endswith(_IMAGE_SUFFIXES):
             continue
         for split, names in SPLITS.items():
             if parts[-3].lower() in names:
                 found[split].append((parts[-2], parts[-1], source))
     missing = [split for split, items in found.items() if not items]
     if missing:
-        raise ValueError(f"{where} has no {' and no '.join(missing)} pictures: {LAYOUT}")
+        raise ValueError(f"{where} has no {' and no '.join(missing)} images: {LAYOUT}")
     classes = tuple(sorted({name for name, _, _ in found["train"]}))
     strangers = {name for name, _, _ in found["test"]} - set(classes)
     if strangers:
-        raise ValueError(f"{where} has test pictures of classes without training pictures: {sorted(strangers)[:5]}")
+        raise ValueError(f"{where} has test images of classes without training images: {sorted(strangers)[:5]}")
     result = []
     for items in found.values():
         items.sort(key=lambda item: item[:2])
@@ -90,7 +93,7 @@ def _splits(files: Iterable[tuple[tuple[str, ...], Source]], where: str) -> tupl
 
 
 def _cifar(folder: Path) -> tuple[Pictures, Pictures]:
-    """Read CIFAR-10's python batches: pickled dicts of plain arrays, loaded with nothing else allowed."""
+    """Read CIFAR-10's python batches: pickled dicts of arrays. The unpickler refuses everything else."""
     names = [f"data_batch_{i}" for i in range(1, 6)]
     train = [_cifar_batch(folder / name) for name in names]
     pixels, labels = (torch.cat(parts) for parts in zip(*train, strict=True))
@@ -99,12 +102,12 @@ def _cifar(folder: Path) -> tuple[Pictures, Pictures]:
 
 
 def _numbered(train: Pictures, test: Pictures, where: Path) -> tuple[Pictures, Pictures]:
-    """Return both with classes that have numbers for names."""
+    """Return both splits with the class numbers as class names."""
     classes = tuple(str(i) for i in range(int(train.labels.max()) + 1))
     stranger = int(test.labels.max())
     if stranger >= len(classes):
-        what = f"test pictures of class {stranger} and training pictures up to class {len(classes) - 1}"
-        raise ValueError(f"{where} has {what}: get both from the same data set")
+        what = f"test images of class {stranger} and training images up to class {len(classes) - 1}"
+        raise ValueError(f"{where} has {what}: use both from the same data set")
     return replace(train, classes=classes), replace(test, classes=classes)
 
 
@@ -120,14 +123,14 @@ def _cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
         if pixels.dtype != torch.uint8 or labels.is_floating_point() or labels.shape != pixels.shape[:1]:
             raise ValueError(f"{tuple(pixels.shape)} {pixels.dtype} pixels, {tuple(labels.shape)} labels")
         if not len(labels) or labels.min() < 0:
-            raise ValueError("it has no pictures, or labels below 0")
+            raise ValueError("it has no images, or labels below 0")
         return pixels, labels
-    except Exception as error:  # what a pickle of other things raises can be anything
-        raise ValueError(f"{path} is not a batch of CIFAR-10's python version ({error}): get it again") from error
+    except Exception as error:  # unpickling an arbitrary file can raise anything
+        raise ValueError(f"{path} is not a batch of CIFAR-10's python version ({error}): download it again") from error
 
 
 class _Plain(pickle.Unpickler):
-    """Reads arrays and nothing that could run code."""
+    """Unpickles arrays, and refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         plain = module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype")
@@ -140,7 +143,7 @@ def _idx_split(folder: Path, prefix: str) -> Pictures:
     pixels = read_idx(_one_of(folder, f"{prefix}-images-idx3-ubyte"), 3)
     labels = read_idx(_one_of(folder, f"{prefix}-labels-idx1-ubyte"), 1).long()
     if len(pixels) != len(labels):
-        raise ValueError(f"{folder} has {len(pixels)} {prefix} images and {len(labels)} labels: get both again")
+        raise ValueError(f"{folder} has {len(pixels)} {prefix} images and {len(labels)} labels: download both again")
     return Pictures(labels, (), pixels.unsqueeze(1))
 
 
@@ -152,19 +155,21 @@ def _one_of(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
-    """Return an idx file of bytes, ``[N, ...]``."""
+    """Return the contents of an idx file of bytes, ``[N, ...]``."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as file:
             content: bytes = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read ({error}): get it again") from error
+        raise ValueError(f"{path} cannot be read ({error}): download it again") from error
     if len(content) < 4 + 4 * num_dims or content[:3] != b"\0\0\x08" or content[3] != num_dims:
-        raise ValueError(f"{path} is not an idx file of bytes with {num_dims} dimensions: get it again")
+        raise ValueError(f"{path} is not an idx file of bytes with {num_dims} dimensions: download it again")
     shape = struct.unpack(f">{num_dims}I", content[4 : 4 + 4 * num_dims])
     if 0 in shape or len(content) == 4 + 4 * num_dims:
-        raise ValueError(f"{path} says {shape} and holds nothing: get it again")
+        raise ValueError(f"{path} declares the shape {shape} and contains no data: download it again")
     flat = torch.frombuffer(bytearray(content[4 + 4 * num_dims :]), dtype=torch.uint8)
     if flat.numel() != torch.Size(shape).numel():
-        raise ValueError(f"{path} says {shape} and holds {flat.numel()} bytes: it was cut short; get it again")
+        raise ValueError(
+            f"{path} declares the shape {shape} and contains {flat.numel()} bytes: it is truncated; download it again"
+        )
     return flat.view(shape)

@@ -1,4 +1,7 @@
-"""What a recipe is: data, model, loss and hyperparameters as a value, which one loop trains."""
+"""A recipe: data, model, loss and hyperparameters as one value. ``training.py`` has the loop that trains any recipe.
+
+Input: functions and numbers of one recipe. Output: optimizer and learning rates. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,21 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def get(self, index: Tensor, *, seed: int | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of some examples, on the CPU. ``seed``: for random parts of them; None: whole."""
+        """Return inputs and targets of the examples at ``index``, on the CPU.
+
+        ``seed``: for random crops; None: no augmentation.
+        """
         ...
 
 
 class Session(Protocol):
-    """What a recipe does around the steps of one run."""
+    """Hooks of a recipe around the steps of one run."""
 
     def prepare(self, x: Tensor, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets for the model, on the device. ``generator``: for training; None: to be judged."""
+        """Return inputs and targets for the model, on the device.
+
+        ``generator``: draws the augmentation of a training batch; None: a batch for evaluation.
+        """
         ...
 
     def before_step(self, optimizer: torch.optim.Optimizer, step: int, num_steps: int, epoch: float) -> None: ...
@@ -41,7 +50,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyper:
-    """What the command line can change."""
+    """Hyperparameters that the command line can change."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float = 0.1
@@ -50,21 +59,21 @@ class Hyper:
     weight_decay: float = 5e-4
     batch: int = 128
     micro_batch: int | None = None
-    """Examples of a forward pass on each rank; None: all of its share."""
+    """Examples per forward pass on each rank; None: the rank's whole share of the batch."""
     epochs: float = 10.0
     warmup: float = 0.1
-    """Share of the steps in which the learning rate rises."""
+    """Fraction of the steps over which the learning rate rises linearly."""
     decay: Literal["linear", "steps"] = "linear"
     milestones: tuple[float, ...] = ()
     """Epochs after which ``"steps"`` divides the learning rate by ten."""
     label_smoothing: float = 0.0
     size: int | None = None
-    """Pixels that pictures are brought to; None: as they are, or the recipe's own for large ones."""
+    """Pixels per side that images are resized to; None: no resizing, or the recipe's default for large images."""
     seed: int = 0
     autocast: bool = True
-    """bfloat16 on a GPU."""
+    """Whether to use bfloat16 autocast on a GPU."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What one recipe alone has."""
+    """Hyperparameters that only this recipe has (``--more``)."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "batch", "epochs"):
@@ -77,45 +86,45 @@ class Hyper:
             if not 0 <= getattr(self, name) < most:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, {most})")
         if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup={self.warmup} must be in [0, 1]: a share of the steps")
+            raise ValueError(f"warmup={self.warmup} must be in [0, 1]: it is a fraction of the steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     name: str
     about: str
-    """One line."""
+    """Description in one line."""
     data: str
-    """What to put where, if it needs data."""
+    """The data it needs, and in which layout."""
     hyper: Hyper
     kfac: Mapping[str, Any] | Callable[[Hyper], Mapping[str, Any]]
-    """Settings of K-FAC, others than its defaults."""
+    """Settings of K-FAC that differ from its defaults."""
     load: Callable[[str | None, Hyper], tuple[Examples, Examples]]
     build: Callable[[Examples, Hyper], nn.Module]
     begin: Callable[[nn.Module, Examples, Hyper, dkfac.distributed.Place], Session]
     loss: Callable[[Tensor, Tensor], Tensor]
     judge: Callable[[Tensor, Tensor], Tensor] | None = None
-    """How many of a batch are right; None: only the loss tells."""
+    """Returns how many predictions of a batch are correct; None: evaluate the loss only."""
     adapt: Callable[[Hyper, Mapping[str, Any]], Hyper] = lambda hyper, given: hyper
-    """What follows for the hyperparameters from those that were given."""
+    """Returns the hyperparameters with those that depend on the given ones filled in, or raises ValueError."""
     first_order: str = "SGD"
     unused: tuple[str, ...] = ()
-    """Hyperparameters that it has no use for."""
+    """Hyperparameters that have no effect in this recipe."""
 
     def settings(self, hyper: Hyper) -> Mapping[str, Any]:
-        """Return K-FAC's."""
+        """Return the settings of K-FAC."""
         return self.kfac(hyper) if callable(self.kfac) else self.kfac
 
 
-def whole(hyper: Hyper, name: str) -> int:
-    """Return a figure of a recipe's own that is a number of something."""
+def positive_integer(hyper: Hyper, name: str) -> int:
+    """Return a hyperparameter of ``--more``, checked to be an integer >= 1."""
     value = hyper.more[name]
     if type(value) is not int or value < 1:
-        raise ValueError(f"--more {name}={value!r} is not a whole number, 1 or more")
+        raise ValueError(f"--more {name}={value!r} is not an integer >= 1")
     return value
 
 
-def optimizer_of(hyper: Hyper, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(hyper: Hyper, model: nn.Module) -> torch.optim.Optimizer:
     if hyper.optimizer == "adamw":
         betas = (hyper.momentum, 0.95)
         return torch.optim.AdamW(model.parameters(), lr=hyper.lr, betas=betas, weight_decay=hyper.weight_decay)
@@ -125,8 +134,8 @@ def optimizer_of(hyper: Hyper, model: nn.Module) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
-def share_of_lr(hyper: Hyper, step: int, num_steps: int, epoch: float) -> float:
-    """Return what a step's learning rate is of the peak: a rise, then a line to zero or tenths."""
+def lr_fraction(hyper: Hyper, step: int, num_steps: int, epoch: float) -> float:
+    """Return the learning rate of a step as a fraction of its peak: linear warm-up, then linear or stepwise decay."""
     rise = max(1, math.ceil(hyper.warmup * num_steps)) if hyper.warmup else 0
     share = min(1.0, (step + 1) / rise) if rise else 1.0
     if hyper.decay == "steps":
@@ -134,8 +143,8 @@ def share_of_lr(hyper: Hyper, step: int, num_steps: int, epoch: float) -> float:
     return share * min(1.0, (num_steps - step) / max(1, num_steps - rise))
 
 
-class Plain:
-    """A session with nothing to remember: a function that prepares a batch, and the schedule of the recipe."""
+class ScheduledSession:
+    """A session without state: a function that prepares each batch, and the learning-rate schedule."""
 
     def __init__(
         self, hyper: Hyper, prepare: Callable[[Tensor, Tensor, torch.Generator | None], tuple[Tensor, Tensor]]
@@ -147,7 +156,7 @@ class Plain:
 
     def before_step(self, optimizer: torch.optim.Optimizer, step: int, num_steps: int, epoch: float) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = self._hyper.lr * share_of_lr(self._hyper, step, num_steps, epoch)
+            group["lr"] = self._hyper.lr * lr_fraction(self._hyper, step, num_steps, epoch)
 
     def after_step(self) -> None:
         pass
@@ -159,7 +168,7 @@ class Plain:
         pass
 
 
-def hits(output: Tensor, targets: Tensor) -> Tensor:
-    """Return how many of the outputs are largest where the target, a number or soft, is."""
+def count_correct(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the number of correct predictions. Targets are class indices, or probabilities."""
     truth = targets.argmax(-1) if targets.is_floating_point() else targets
     return (output.argmax(-1) == truth).sum()

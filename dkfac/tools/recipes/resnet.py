@@ -1,4 +1,7 @@
-"""ResNets as published: for images of 32 x 32 pixels and for larger ones."""
+"""ResNets as published, for images of 32 x 32 pixels and for larger images.
+
+Input: depth, classes, width. Output: an initialized ``nn.Module``. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Small(nn.Module):
-    """Two 3x3 convolutions. ``free``: a shortcut without parameters, which pads channels with zeros (CIFAR)."""
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions. ``free``: the shortcut has no parameters and pads channels with zeros (CIFAR)."""
 
     expansion = 1
 
@@ -18,7 +21,7 @@ class Small(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        self.shortcut = Padded(stride, width - inputs) if free else shortcut(inputs, width, stride)
+        self.shortcut = PaddedShortcut(stride, width - inputs) if free else shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -26,7 +29,7 @@ class Small(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions; the stride is the 3x3's."""
+    """1x1, 3x3 and 1x1 convolutions; the 3x3 convolution has the stride."""
 
     expansion = 4
 
@@ -44,7 +47,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(y)) + self.shortcut(x), inplace=True)
 
 
-class Padded(nn.Module):
+class PaddedShortcut(nn.Module):
     def __init__(self, stride: int, extra: int) -> None:
         super().__init__()
         self.stride, self.extra = stride, extra
@@ -60,33 +63,35 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def cifar_resnet(depth: int, num_classes: int = 10) -> nn.Module:
+def build_cifar_resnet(depth: int, num_classes: int = 10) -> nn.Module:
     """Return a ResNet of 6n + 2 layers for 32 x 32 pixels (He et al. 2016, section 4.2): 20, 32, 44, 56, 110."""
     if depth < 8 or depth % 6 != 2:
-        raise ValueError(f"a ResNet for CIFAR has 6n + 2 layers, as 20, 32 or 56 are; not {depth}")
+        raise ValueError(f"a ResNet for CIFAR has 6n + 2 layers, for example 20, 32 or 56; not {depth}")
     widths = [16, *(width for width in (16, 32, 64) for _ in range(depth // 6))]
-    blocks = [Small(a, b, 2 if a != b else 1, free=True) for a, b in itertools.pairwise(widths)]
+    blocks = [BasicBlock(a, b, 2 if a != b else 1, free=True) for a, b in itertools.pairwise(widths)]
     stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
     return _initialised(
         nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
     )
 
 
-LAYERS: dict[int, tuple[type[Small] | type[Bottleneck], Sequence[int]]] = {
-    18: (Small, (2, 2, 2, 2)),
-    34: (Small, (3, 4, 6, 3)),
+_BLOCKS_BY_DEPTH: dict[int, tuple[type[BasicBlock] | type[Bottleneck], Sequence[int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
     101: (Bottleneck, (3, 4, 23, 3)),
     152: (Bottleneck, (3, 8, 36, 3)),
 }
 
 
-def resnet(depth: int, num_classes: int = 1000, *, width: int = 64, small_images: bool = False) -> nn.Module:
-    """Return a ResNet of 18, 34, 50, 101 or 152 layers. ``width``: channels of the first, 64 as published.
-    ``small_images``: keep the size in the first layers."""
-    if depth not in LAYERS:
-        raise ValueError(f"there are ResNets of {', '.join(map(str, LAYERS))} layers, not of {depth}")
-    block, numbers = LAYERS[depth]
+def build_resnet(depth: int, num_classes: int = 1000, *, width: int = 64, small_images: bool = False) -> nn.Module:
+    """Return a ResNet of 18, 34, 50, 101 or 152 layers.
+
+    ``width``: channels of the first layer, 64 as published. ``small_images``: do not downsample in the first layers.
+    """
+    if depth not in _BLOCKS_BY_DEPTH:
+        raise ValueError(f"depth={depth} is not one of {', '.join(map(str, _BLOCKS_BY_DEPTH))}")
+    block, numbers = _BLOCKS_BY_DEPTH[depth]
     first = nn.Conv2d(3, width, 3, 1, 1, bias=False) if small_images else nn.Conv2d(3, width, 7, 2, 3, bias=False)
     modules: list[nn.Module] = [first, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     modules += [] if small_images else [nn.MaxPool2d(3, 2, 1)]
@@ -100,7 +105,7 @@ def resnet(depth: int, num_classes: int = 1000, *, width: int = 64, small_images
 
 
 def _initialised(model: nn.Module) -> nn.Module:
-    """Draw convolutions as He et al. do, and let each block begin as its shortcut."""
+    """Initialize convolutions as He et al. do, and the last batch norm of each bottleneck to zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,7 @@
-"""Signals that ask a run to save, and agreement of ranks on whether one has come."""
+"""Signals that make a run save a checkpoint, and agreement between ranks on whether one arrived.
+
+Input: SIGINT, SIGTERM, SIGUSR1 on any rank. Output: the same signal name on all ranks. Owns: the signal handlers.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from typing import Any
 
 import dkfac
 
-NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
-"""From the one that is heeded first."""
+_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+"""In order of priority."""
 LATENCY, MOST_STEPS = 1.0, 50
-"""Ranks tell each other about so often, in seconds, and at least once in so many steps."""
+"""Ranks exchange signals about every ``LATENCY`` seconds, and at least every ``MOST_STEPS`` steps."""
 ECHO = 1.0
-"""Seconds in which another signal to end is the same one once more: a terminal and a launcher both pass it on."""
+"""Seconds in which a second SIGINT or SIGTERM counts as a repetition: a terminal and a launcher both forward it."""
 
 
 class Signals:
-    """Notes signals instead of dying of them; a second one that asks for the end interrupts."""
+    """Records signals instead of terminating. A second SIGINT or SIGTERM raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._arrived: set[str] = set()
@@ -29,7 +32,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for name in NAMES:
+            for name in _SIGNAL_NAMES:
                 self._before[name] = signal.signal(getattr(signal, name), self._note)
         return self
 
@@ -48,17 +51,18 @@ class Signals:
         self._arrived.add(name)
 
     def agreed(self, step: int, place: dkfac.distributed.Place) -> str | None:
-        """Return a signal that one of the ranks got, if they tell each other at this step. A collective call."""
+        """Return a signal that any rank received, or None. Ranks exchange signals only at some steps. A collective
+        call."""
         found = set(self._arrived)
         if not place.is_alone:
             if step < self._next:
                 return None
             (before, then), now = self._last, time.monotonic()
-            own = [(now - then) / max(1, step - before), *(float(name in found) for name in NAMES)]
-            took, *told = zip(*dkfac.distributed.gather(own, place.device), strict=True)
+            own = [(now - then) / max(1, step - before), *(float(name in found) for name in _SIGNAL_NAMES)]
+            took, *received = zip(*dkfac.distributed.gather(own, place.device), strict=True)
             self._next = step + min(MOST_STEPS, max(1, int(LATENCY / max(1e-6, *took))))
             self._last = (step, now)
-            found = {name for name, ranks in zip(NAMES, told, strict=True) if any(ranks)}
-        first = next((name for name in NAMES if name in found), None)
+            found = {name for name, ranks in zip(_SIGNAL_NAMES, received, strict=True) if any(ranks)}
+        first = next((name for name in _SIGNAL_NAMES if name in found), None)
         self._arrived.discard(first or "")
         return first

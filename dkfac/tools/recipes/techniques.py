@@ -1,4 +1,7 @@
-"""Large-batch techniques of Osawa et al. (CVPR 2019) and the usual augmentation. Nothing here waits for the device."""
+"""Large-batch techniques of Osawa et al. (CVPR 2019) and common augmentation. Nothing here synchronizes the device.
+
+Input: images, targets, models, epochs. Output: augmented batches, learning rates. Owns: the state of ``RunningMixup``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from torch import Generator, Tensor, nn
 from torch.autograd.graph import Node
 
 Schedule = Callable[[float], float]  # from an epoch, which may be a fraction, to a learning rate
-Form = Literal["geometric", "osawa"]
-Pairs = dict[str, tuple[nn.Module, nn.Module]]
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+WarmdownForm = Literal["geometric", "osawa"]
+NormPairs = dict[str, tuple[nn.Module, nn.Module]]
+_LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORM_TYPES = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def polynomial_decay(lr: float, *, start: float, end: float, power: float = 2.0) -> Schedule:
@@ -28,35 +31,38 @@ def polynomial_decay(lr: float, *, start: float, end: float, power: float = 2.0)
 
 
 def with_warmup(schedule: Schedule, *, length: float, first: float = 0.1) -> Schedule:
-    """Return the schedule times a line from ``first`` at epoch 0 to 1 at epoch ``length``."""
+    """Return the schedule multiplied by a factor that rises linearly from ``first`` at epoch 0 to 1 at epoch
+    ``length``."""
     _require(length > 0 and 0 <= first <= 1, f"use length > 0, first in [0, 1], not {length=}, {first=}")
     return lambda epoch: schedule(epoch) * min(1.0, first + (1 - first) * epoch / length)
 
 
 def coupled_momentum(lr: float, *, lr0: float, momentum0: float) -> float:
-    """Return the momentum that keeps momentum / lr what it is at ``lr0``."""
+    """Return the momentum for which momentum / lr equals ``momentum0 / lr0``."""
     momentum = momentum0 / lr0 * lr if lr0 > 0 else math.nan
     _require(0 <= momentum < 1, f"{lr=} gives momentum {momentum:.3g}, not in [0, 1); lr0={lr0} must be the peak lr")
     return momentum
 
 
 def set_lr(optimizer: torch.optim.SGD, epoch: float, schedule: Schedule, *, lr0: float, momentum0: float) -> None:
-    """Give every group the epoch's learning rate and the momentum that goes with it."""
+    """Set the learning rate of this epoch, and the momentum coupled to it, in every parameter group."""
     momentum = coupled_momentum(lr := schedule(epoch), lr0=lr0, momentum0=momentum0)
     for group in optimizer.param_groups:
-        _require("momentum" in group, f"{type(optimizer).__name__} has no momentum to go with its lr; use SGD")
-        group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr  # graphs know the tensor
+        _require("momentum" in group, f"{type(optimizer).__name__} has no momentum to couple to its lr; use SGD")
+        group["lr"] = (
+            group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
+        )  # CUDA graphs captured the tensor
         group["momentum"] = momentum
 
 
-def norm_followed_layers(model: nn.Module, *inputs: Any) -> Pairs:
-    """Return ``{name: (layer, norm)}`` for layers whose output goes into a norm layer as it is, and nowhere else.
+def norm_followed_layers(model: nn.Module, *inputs: Any) -> NormPairs:
+    """Return ``{name: (layer, norm)}`` for layers whose output is used only as the input of a norm layer.
 
-    Runs the bare model (no DDP, no K-FAC) once, in eval mode, so that nothing changes. Outputs are known by their node
-    in the autograd graph: whatever is in between, also in place, makes another one. Left out are layers and norms that
-    are called several times, and weights that are frozen, shared or computed.
+    Runs the bare model (without DDP and K-FAC) once, in eval mode, so nothing changes. An output is identified by its
+    autograd node: any operation in between, in-place ones included, creates another node. Layers and norms that are
+    called several times are excluded, as are weights that are frozen, shared or parametrized.
     """
-    names = {module: name for name, module in model.named_modules() if isinstance(module, LAYERS + NORMS)}
+    names = {module: name for name, module in model.named_modules() if isinstance(module, _LAYER_TYPES + _NORM_TYPES)}
     calls: list[tuple[nn.Module, Node | None, Node | None]] = []
     hooks = [m.register_forward_hook(lambda m, x, y: calls.append((m, x[0].grad_fn, y.grad_fn))) for m in names]
     modes = {module: module.training for module in model.modules()}
@@ -71,19 +77,19 @@ def norm_followed_layers(model: nn.Module, *inputs: Any) -> Pairs:
     _require(isinstance(output, Tensor), f"the model returns a {type(output).__name__}; wrap it to return its logits")
     uses, times = _uses(output), Counter(module for module, _, _ in calls)
     holders = Counter(id(p) for module in modes for p in module._parameters.values() if p is not None)
-    norms = {x: norm for norm, x, y in calls if x and y in uses and isinstance(norm, NORMS) and times[norm] == 1}
+    norms = {x: norm for norm, x, y in calls if x and y in uses and isinstance(norm, _NORM_TYPES) and times[norm] == 1}
     return {
         names[layer]: (layer, norms[y])
         for layer, _, y in calls
-        if isinstance(layer, LAYERS) and times[layer] == 1 and y in norms and uses[y] == 1
+        if isinstance(layer, _LAYER_TYPES) and times[layer] == 1 and y in norms and uses[y] == 1
         if layer.weight.requires_grad and holders[id(layer.weight)] == 1
     }
 
 
 def _uses(output: Tensor) -> Counter[Node | None]:
-    """How often each node of the graph is used, by another node or as the output."""
+    """Return how often each node of the autograd graph is used, by another node or as the output."""
     uses = Counter(found := [output.grad_fn])
-    for node in found:  # grows
+    for node in found:  # the list grows while it is traversed
         before = [n for n, _ in node.next_functions] if node else []
         found.extend(n for n in set(before) if n not in uses)
         uses.update(before)
@@ -91,9 +97,10 @@ def _uses(output: Tensor) -> Counter[Node | None]:
 
 
 @torch.no_grad()
-def rescale_weights(layers: Pairs) -> None:
-    """Scale each weight to the norm ``sqrt(2 * d_out)``, in place; after each update. Zeros stay. Bias and running
-    statistics follow, so the network's function stays, in training and evaluation, up to the norms' eps."""
+def rescale_weights(layers: NormPairs) -> None:
+    """Scale each weight to the norm ``sqrt(2 * d_out)`` in place; call it after each update. A zero weight stays zero.
+    Bias and running statistics are scaled too, so the function of the network does not change, in training or
+    evaluation, except through the eps of the norm layers."""
     for layer, norm in layers.values():
         weight = layer.get_parameter("weight")
         length = torch.linalg.vector_norm(weight)
@@ -106,11 +113,12 @@ def rescale_weights(layers: Pairs) -> None:
 
 
 class RunningMixup:
-    """Mixes a batch with the *mixed* one before it; its share is drawn from Beta(alpha, alpha), on the host.
-    Rows without a predecessor stay, as in the first batch; where a batch is smaller, the other predecessors wait."""
+    """Mixes each batch with the previous *mixed* batch, with a weight drawn from Beta(alpha, alpha) on the host.
+    Rows without a predecessor, such as those of the first batch, are not mixed; after a smaller batch, the unused
+    predecessors are kept for the next one."""
 
     def __init__(self, alpha: float = 0.4, *, seed: int = 0) -> None:
-        _require(alpha > 0, f"{alpha=} must be > 0; to mix nothing leave RunningMixup out")
+        _require(alpha > 0, f"{alpha=} must be > 0; for no mixing omit RunningMixup")
         self.alpha, self.random = alpha, random.Random(seed)
         self.previous: tuple[Tensor, Tensor] | None = None
 
@@ -131,7 +139,7 @@ class RunningMixup:
 
 
 def _mix(new: Tensor, old: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Return the mixed batch, and the predecessors of the next one's rows."""
+    """Return the mixed batch, and the predecessors for the rows of the next batch."""
     _require(new.is_floating_point(), f"{new.dtype} cannot be mixed; use floats, for class numbers soft_targets(...)")
     _require(new.shape[1:] == old.shape[1:], f"{[*new.shape]} follows {[*old.shape]}; use another RunningMixup")
     both, old = min(len(new), len(old)), old.to(new)
@@ -140,8 +148,11 @@ def _mix(new: Tensor, old: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 def zero_random_erasing(images: Tensor, *, p: float = 0.5, generator: Generator | None = None) -> Tensor:
-    """Return images ``[N, C, H, W]``, each with probability ``p`` with a rectangle of zeros: 2 to 25% of the image,
-    uniform; height / width from 0.3 to 1 / 0.3, log-uniform; cut where it would be longer than the image."""
+    """Return images ``[N, C, H, W]`` in which, with probability ``p`` each, a rectangle is set to zero.
+
+    Its area is uniform in 2 to 25% of the image, its height / width log-uniform in 0.3 to 1 / 0.3; it is clipped to
+    the image.
+    """
     _require(images.ndim == 4 and 0 <= p <= 1, f"use images [N, C, H, W], p in [0, 1], not {[*images.shape]}, {p=}")
     height, width = images.shape[2:]
     chance, share, shape, top, left = torch.rand(5, len(images), 1, generator=generator, device=images.device)
@@ -152,7 +163,8 @@ def zero_random_erasing(images: Tensor, *, p: float = 0.5, generator: Generator 
 
 
 def _interval(place: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return ``[N, size]``, true on that many pixels, at least one, wherever ``place`` in [0, 1) puts them."""
+    """Return a mask ``[N, size]`` that is true on ``length`` consecutive pixels (at least one). ``place`` in [0, 1)
+    determines the position."""
     length = length.round().clamp(1, size)
     first = (place * (size - length + 1)).floor().minimum(size - length)
     pixel = torch.arange(size, device=place.device)
@@ -160,7 +172,7 @@ def _interval(place: Tensor, length: Tensor, size: int) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, *, padding: int = 4, flip: float = 0.5, generator: Generator | None = None) -> Tensor:
-    """Return images ``[N, C, H, W]`` cut out of themselves with zeros around, mirrored with probability ``flip``."""
+    """Return random crops of the zero-padded images ``[N, C, H, W]``, mirrored with probability ``flip``."""
     ok = images.ndim == 4 and padding >= 0 and 0 <= flip <= 1
     _require(ok, f"use images [N, C, H, W], padding >= 0, flip in [0, 1], not {[*images.shape]}, {padding=}, {flip=}")
     (count, _, height, width), device = images.shape, images.device
@@ -183,15 +195,20 @@ def soft_cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets)
 
 
-def damping_warmdown(first: float, last: float, *, steps: int, form: Form = "geometric") -> Schedule:
-    """Return a function of the step for ``KFAC(..., damping=...)``: ``"geometric"`` is at ``last`` after ``steps``;
-    ``"osawa"`` near it: ``d <- (1 - a) * d + a * last`` with ``a = 2 * log10(first / last) / steps``."""
-    ok = 0 < last <= first and steps > 0 and form in get_args(Form)
-    _require(ok, f"use first >= last > 0, steps > 0, a form of {get_args(Form)}, not {(first, last, steps, form)}")
+def damping_warmdown(first: float, last: float, *, steps: int, form: WarmdownForm = "geometric") -> Schedule:
+    """Return a schedule for ``KFAC(..., damping=...)``, a function of the step.
+
+    ``"geometric"`` reaches ``last`` after ``steps``. ``"osawa"`` approaches it: ``d <- (1 - a) * d + a * last`` with
+    ``a = 2 * log10(first / last) / steps``.
+    """
+    ok = 0 < last <= first and steps > 0 and form in get_args(WarmdownForm)
+    _require(
+        ok, f"use first >= last > 0, steps > 0, a form of {get_args(WarmdownForm)}, not {(first, last, steps, form)}"
+    )
     if form == "geometric":
         return lambda step: first * (last / first) ** min(step / steps, 1.0)
     rate = 2 * math.log10(first / last) / steps
-    _require(rate <= 1, f"{steps=} are too few from {first} to {last}; use {math.ceil(rate * steps)}")
+    _require(rate <= 1, f"{steps=} are too few to go from {first} to {last}; use {math.ceil(rate * steps)}")
     return lambda step: last + (first - last) * (1 - rate) ** step
 
 

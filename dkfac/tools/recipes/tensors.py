@@ -1,4 +1,7 @@
-"""Examples that are in memory as they are."""
+"""Data sets that are held in memory as tensors.
+
+Input: tensors. Output: the examples at given indices. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Characters as numbers; an example is a stretch of them, and the same one further."""
+    """Text as character indices. An example is a chunk of ``context`` characters, its target the chunk shifted by
+    one."""
 
     characters: Tensor
     context: int
@@ -33,7 +37,7 @@ class Text:
 
     def get(self, index: Tensor, *, seed: int | None) -> tuple[Tensor, Tensor]:
         begins = index * self.context
-        if seed is not None:  # not always at the same places
+        if seed is not None:  # shift the chunk boundaries
             begins = (begins + seed % self.context).clamp(max=len(self.characters) - self.context - 1)
         rows = begins[:, None]
         stretch = self.characters[rows + torch.arange(self.context + 1)]

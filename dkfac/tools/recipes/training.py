@@ -1,6 +1,7 @@
-"""The loop that trains any recipe into a run folder: steps, tests, checkpoints, signals.
+"""The training loop of all recipes: steps, tests, checkpoints, signals. See ``docs/notes/009-recipes.md``.
 
-See ``docs/notes/009-recipes.md``.
+Input: a training job. Output: a run folder, and the reason why training ended. Owns: model, optimizer and K-FAC of the
+run while it lasts.
 """
 
 from __future__ import annotations
@@ -18,45 +19,46 @@ from torch import Tensor, nn
 
 import dkfac
 from dkfac.tools.recipes import saving
-from dkfac.tools.recipes.folder import Log, spectra
-from dkfac.tools.recipes.job import Job, Run
-from dkfac.tools.recipes.loading import ahead, micro_batches, steps
-from dkfac.tools.recipes.recipe import Examples, Session, optimizer_of
+from dkfac.tools.recipes.folder import Log, factor_spectra
+from dkfac.tools.recipes.job import TrainingJob, TrainingRun
+from dkfac.tools.recipes.loading import batch_indices, micro_batches, prefetch
+from dkfac.tools.recipes.recipe import Examples, Session, build_optimizer
 from dkfac.tools.recipes.signals import Signals
 
 NUM_LOGGED = 400
-"""Steps of a run that are logged, about."""
+"""Approximate number of steps of a run that are logged."""
 MOST_BAD = 3
-"""Losses in a row that may be logged as not finite."""
+"""Consecutive logged losses that may be non-finite before the run is ended."""
 
 
 class Diverged(RuntimeError):
-    """Loss or weights are not finite: on all ranks."""
+    """Loss or weights are not finite. Raised on all ranks."""
 
 
-Watch = Callable[[int, Any, nn.Module, torch.optim.Optimizer], AbstractContextManager[None]]
-"""What surrounds a step: its number, what ``kfac.instruments()`` returns or None, the network and the optimizer."""
+StepWrapper = Callable[[int, Any, nn.Module, torch.optim.Optimizer], AbstractContextManager[None]]
+"""Returns a context manager around one step, from its number, ``kfac.instruments()`` or None, the network and the
+optimizer."""
 
 
-def train(
-    job: Job,
+def train_recipe(
+    job: TrainingJob,
     place: dkfac.distributed.Place,
     say: Callable[[str], None] = lambda line: None,
-    watch: Watch = lambda *given: contextlib.nullcontext(),
+    watch: StepWrapper = lambda *given: contextlib.nullcontext(),
 ) -> str:
-    """Train to the end, or to a signal; returns ``"done"``, or the signal's name. ``say``: on rank 0."""
+    """Train until the last step or a signal; return ``"done"`` or the signal's name. ``say`` is called on rank 0."""
     say = say if place.rank == 0 else lambda line: None
     hyper = job.hyper
     if hyper.batch % place.world_size:
-        raise ValueError(f"batch={hyper.batch} cannot be shared equally by {place.world_size} ranks: choose a multiple")
+        raise ValueError(f"batch={hyper.batch} cannot be divided equally by {place.world_size} ranks: use a multiple")
     train_set, test_set = _load(job, place)
     if hyper.batch > len(train_set):
-        say(f"a batch of {hyper.batch} is more than the {len(train_set)} examples: a step sees some more than once")
+        say(f"a batch of {hyper.batch} exceeds the {len(train_set)} examples: a step sees some of them more than once")
     with Log(job.folder, place, is_resumed=job.resume, tensorboard=job.tensorboard) as log:
         run = _begin(job, place, train_set, test_set, log)
         try:
             if job.resume:
-                saving.resume(run, say)
+                saving.load_checkpoint(run, say)
             log.begin(_about(run), run.step)
             if run.step:
                 log.add(kind="resume", step=run.step)
@@ -67,8 +69,8 @@ def train(
                 run.kfac.close()
 
 
-def _load(job: Job, place: dkfac.distributed.Place) -> tuple[Examples, Examples]:
-    """Read the data. Where a rank alone cannot, no other waits for it."""
+def _load(job: TrainingJob, place: dkfac.distributed.Place) -> tuple[Examples, Examples]:
+    """Read the data. If it fails on some ranks only, the others raise too instead of waiting."""
     error: Exception | None = None
     try:
         found = job.recipe.load(job.data, job.hyper)
@@ -82,7 +84,9 @@ def _load(job: Job, place: dkfac.distributed.Place) -> tuple[Examples, Examples]
     return found
 
 
-def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_set: Examples, log: Log) -> Run:
+def _begin(
+    job: TrainingJob, place: dkfac.distributed.Place, train_set: Examples, test_set: Examples, log: Log
+) -> TrainingRun:
     hyper = job.hyper
     torch.manual_seed(hyper.seed)
     model = job.recipe.build(train_set, hyper).to(place.device)
@@ -91,34 +95,34 @@ def _begin(job: Job, place: dkfac.distributed.Place, train_set: Examples, test_s
     if not place.is_alone:
         network = nn.parallel.DistributedDataParallel(model)
         _settle(network, job, session, train_set, place)
-    optimizer = optimizer_of(hyper, model)
+    optimizer = build_optimizer(hyper, model)
     kfac = None
     if job.kfac is not None:
         accumulates = (hyper.micro_batch or hyper.batch) * place.world_size < hyper.batch
-        told = {"accumulate": "mean"} if accumulates else {}
-        kfac = dkfac.KFAC(network, optimizer, **{**told, **job.recipe.settings(hyper), **job.kfac})
+        accumulate = {"accumulate": "mean"} if accumulates else {}
+        kfac = dkfac.KFAC(network, optimizer, **{**accumulate, **job.recipe.settings(hyper), **job.kfac})
     num_steps = math.ceil(hyper.epochs * len(train_set) / hyper.batch)
-    return Run(job, place, model, network, optimizer, kfac, session, train_set, test_set, num_steps, log)
+    return TrainingRun(job, place, model, network, optimizer, kfac, session, train_set, test_set, num_steps, log)
 
 
 def _settle(
-    network: nn.Module, job: Job, session: Session, train_set: Examples, place: dkfac.distributed.Place
+    network: nn.Module, job: TrainingJob, session: Session, train_set: Examples, place: dkfac.distributed.Place
 ) -> None:
-    """Let DDP cut its buckets anew, as it does after its first backward pass, before a step counts.
+    """Run one backward pass before the first step, so that DDP rebuilds its buckets now and not after that step.
 
-    Of three ranks and more, sums depend on where a gradient lies in its bucket: else the first step of a run that goes
-    on would not be what it was.
+    With three or more ranks, sums depend on where a gradient lies in its bucket. Without this, the first step of a
+    resumed run would not be bitwise equal to that step of the original run.
     """
     x, y = (t.to(place.device) for t in train_set.get(torch.arange(min(2, len(train_set))), seed=None))
     x, y = session.prepare(x, y, None)
-    network.eval()  # in which nothing but gradients changes
+    network.eval()  # so that nothing but gradients changes
     job.recipe.loss(network(x).float(), y).backward()  # type: ignore[no-untyped-call]
     network.train()
     network.zero_grad()
 
 
-def _about(run: Run) -> dict[str, Any]:
-    """Return what the settings' file says."""
+def _about(run: TrainingRun) -> dict[str, Any]:
+    """Return the contents of ``settings.json``."""
     job, hyper = run.job, run.job.hyper
     return {
         "recipe": job.recipe.name,
@@ -135,7 +139,7 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
-def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch) -> str:
+def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch: StepWrapper) -> str:
     hyper, place = run.job.hyper, run.place
     end = run.num_steps if run.job.max_steps is None else min(run.num_steps, run.job.max_steps)
     pass_steps = max(1, round(len(run.train_set) / hyper.batch))
@@ -144,7 +148,7 @@ def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch)
     parts = _parts(run, end)
     losses: list[Tensor] = []
     bad, begin = 0, time.perf_counter()
-    with contextlib.closing(ahead(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
+    with contextlib.closing(prefetch(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
         while run.step < end:
             instruments = None if run.kfac is None else run.kfac.instruments()
             with watch(run.step, instruments, run.network, run.optimizer):
@@ -156,7 +160,9 @@ def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch)
             arrived = signals.agreed(run.step, place)
             if run.step % log_every and not (tests or saves or arrived):
                 continue
-            means = run.gather([float(torch.stack(losses).mean())])  # waits for the device, so that the clock is right
+            means = run.gather(
+                [float(torch.stack(losses).mean())]
+            )  # synchronizes with the device, so the timing is right
             mean = sum(numbers[0] for numbers in means) / len(means)
             losses.clear()
             run.seconds += time.perf_counter() - begin
@@ -166,7 +172,7 @@ def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch)
             if tests:
                 _test(run, say)
             if saves or arrived:
-                saving.save(run, say)
+                saving.save_checkpoint(run, say)
             if arrived in ("SIGINT", "SIGTERM"):
                 run.log.add(kind="end", step=run.step, reason=arrived)
                 say(f"stopped by {arrived} at step {run.step}")
@@ -176,10 +182,11 @@ def _steps(run: Run, signals: Signals, say: Callable[[str], None], watch: Watch)
     return "done"
 
 
-def _check(run: Run, loss: float, bad: int, *, checks_weights: bool) -> None:
-    """End a run that has diverged: all ranks or none. ``bad``: losses in a row that were not finite.
+def _check(run: TrainingRun, loss: float, bad: int, *, checks_weights: bool) -> None:
+    """Raise ``Diverged``, on all ranks, if the run has diverged. ``bad``: consecutive losses that were not finite.
 
-    K-FAC passes over a batch whose gradient is not finite, so a single loss may be; weights are not saved so.
+    K-FAC skips a batch whose gradient is not finite, so a single non-finite loss is allowed. Non-finite weights are
+    not: they must not be saved.
     """
     if not checks_weights:
         return
@@ -189,22 +196,22 @@ def _check(run: Run, loss: float, bad: int, *, checks_weights: bool) -> None:
         return
     found = [place.name for place in sorted((run.job.folder / "checkpoints").glob("step-*"))]
     remedy = "lower lr" if run.kfac is None else "lower lr or raise damping"
-    again = f"; go on with --resume {run.job.folder}/checkpoints/{found[-1]}" if found else ""
-    again += f", or from {found[0]}, if that one has diverged already" if len(found) > 1 else ""
+    again = f"; continue with --resume {run.job.folder}/checkpoints/{found[-1]}" if found else ""
+    again += f", or from {found[0]} if that one has already diverged" if len(found) > 1 else ""
     what = "weights are" if broken else "loss is"
     raise Diverged(f"the {what} not finite at step {run.step} (loss {loss:.4g}): {remedy}{again}")
 
 
-def _parts(run: Run, end: int) -> Iterator[Tensor]:
+def _parts(run: TrainingRun, end: int) -> Iterator[Tensor]:
     hyper, place = run.job.hyper, run.place
-    each = steps(len(run.train_set), hyper.batch, seed=hyper.seed, first=run.step)
+    each = batch_indices(len(run.train_set), hyper.batch, seed=hyper.seed, first=run.step)
     for index, _ in zip(each, range(run.step, end), strict=False):
         size = hyper.micro_batch or hyper.batch
         yield from micro_batches(index, size, rank=place.rank, world_size=place.world_size)
 
 
-def _step(run: Run, loaded: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
-    """Take one step; returns its loss. All that is random is drawn anew from seed, step and rank."""
+def _step(run: TrainingRun, loaded: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    """Take one step and return its loss. The random state is set from seed, step and rank."""
     hyper, place = run.job.hyper, run.place
     seed = (hyper.seed * 1_000_003 + run.step) * 1009 + place.rank
     torch.manual_seed(seed)
@@ -228,25 +235,25 @@ def _step(run: Run, loaded: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
     return total
 
 
-def _autocast(run: Run) -> Any:
+def _autocast(run: TrainingRun) -> Any:
     return torch.autocast(run.device.type, torch.bfloat16, enabled=run.job.hyper.autocast and run.device.type == "cuda")
 
 
-def _log_step(run: Run, loss: float) -> None:
+def _log_step(run: TrainingRun, loss: float) -> None:
     metrics = {} if run.kfac is None else {"kfac": run.kfac.metrics()}
     lr = float(run.optimizer.param_groups[0]["lr"])
     run.log.add(kind="step", step=run.step, epoch=run.epoch, seconds=run.seconds, loss=loss, lr=lr, **metrics)
 
 
-def _test(run: Run, say: Callable[[str], None]) -> None:
-    """Judge the model on this rank's share of the test examples, and all ranks' shares together."""
+def _test(run: TrainingRun, say: Callable[[str], None]) -> None:
+    """Evaluate the model on this rank's share of the test examples, and log the totals over all ranks."""
     found = {"loss": 0.0, "right": 0.0, "number": 0.0}
     index = torch.arange(run.place.rank, len(run.test_set), run.place.world_size)
     parts = [part for part in torch.split(index, 256) if len(part)]
-    dkfac.distributed.broadcast(run.model.buffers(), run.place)  # as DDP does before a step: one model is judged
+    dkfac.distributed.broadcast(run.model.buffers(), run.place)  # as DDP does before a step: all ranks test one model
     run.model.eval()
     with torch.no_grad(), contextlib.closing(
-        ahead(run.test_set, iter(parts), seed=None, device=run.device)
+        prefetch(run.test_set, iter(parts), seed=None, device=run.device)
     ) as loaded:  # fmt: skip
         for pair in loaded:
             x, y = run.session.prepare(*pair, None)
@@ -260,8 +267,8 @@ def _test(run: Run, say: Callable[[str], None]) -> None:
     loss, right, number = (sum(column) for column in zip(*run.gather(list(found.values())), strict=True))
     point = {"loss": loss / number} | ({"accuracy": right / number} if run.job.recipe.judge is not None else {})
     run.log.add(kind="test", step=run.step, epoch=run.epoch, seconds=run.seconds, **point)
-    for entry in spectra({} if run.kfac is None else run.kfac.factors()):
+    for entry in factor_spectra({} if run.kfac is None else run.kfac.factors()):
         run.log.add(kind="spectrum", step=run.step, **entry)
-    told = "".join(f", {name} {value:.2%}" if name == "accuracy" else f", test loss {value:.4f}"
+    shown = "".join(f", {name} {value:.2%}" if name == "accuracy" else f", test loss {value:.4f}"
                    for name, value in point.items())  # fmt: skip
-    say(f"step {run.step} of {run.num_steps}, epoch {run.epoch:.2f}{told}, {run.seconds:.1f} s")
+    say(f"step {run.step} of {run.num_steps}, epoch {run.epoch:.2f}{shown}, {run.seconds:.1f} s")

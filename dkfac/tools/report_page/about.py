@@ -1,4 +1,7 @@
-"""Settings and environment of each run, and where they differ."""
+"""Section on the settings and the environment of each run, and how they differ.
+
+Input: groups of runs. Output: HTML. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from dkfac.tools.report_page.groups import Group, differences
-from dkfac.tools.report_page.html import DASH, Html, details, join, table, tag
-from dkfac.tools.report_page.read import Run, flat
+from dkfac.tools.report_page.html import DASH, Html, details, html_table, join_html, tag
+from dkfac.tools.report_page.read import RunRecord, flat
 
 
-def about(groups: Sequence[Group]) -> Html:
-    """Return what differs between the runs, then everything."""
+def settings_section(groups: Sequence[Group]) -> Html:
+    """Return a table of the differences between the runs, then one of all settings."""
     runs = [run for group in groups for run in group.runs]
     heads = [f"{group.label_of(run)} ({run.name})" for group in groups for run in group.runs]
     each = [_all(run) for run in runs]
     parts = []
     differing = _differing(each)
     if len(runs) > 1:
-        parts.append(tag("h3", "What differs between the runs"))
-        said = table(["name", *heads], _rows(differing, each)) if differing else tag("p", "Nothing but the date.")
+        parts.append(tag("h3", "Differences between the runs"))
+        said = html_table(["name", *heads], _rows(differing, each)) if differing else tag("p", "Nothing but the date.")
         parts.append(said)
     names = list(dict.fromkeys(name for one in each for name in one))
     marked = [i for i, name in enumerate(names) if name in set(differing)]
     rows = _rows(names, each)
     for i in marked:
         rows[i][0] = f"≠ {rows[i][0]}"
-    told = "All settings and the environment" + (", differences marked ≠" if marked else "")
-    parts.append(details(told, table(["name", *heads], rows, marked=marked)))
-    return join(parts)
+    title = "All settings and the environment" + (", differences marked ≠" if marked else "")
+    parts.append(details(title, html_table(["name", *heads], rows, marked=marked)))
+    return join_html(parts)
 
 
-def _all(run: Run) -> dict[str, Any]:
-    """Return settings and environment under one roof; without K-FAC, its settings are missing."""
+def _all(run: RunRecord) -> dict[str, Any]:
+    """Return settings and environment in one dict; a run without K-FAC has no settings of K-FAC."""
     settings = {name: value for name, value in flat(run.settings).items() if (name, value) != ("kfac", None)}
     return {
         "K-FAC": run.is_kfac,
@@ -43,7 +46,8 @@ def _all(run: Run) -> dict[str, Any]:
 
 
 def _differing(each: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what differs and could matter: K-FAC's settings among the runs that have it, and not the time of day."""
+    """Return the names of relevant differences. Settings of K-FAC are compared among runs with K-FAC; date and command
+    are ignored."""
     ours = [one for one in each if one["K-FAC"]]
     found = differences([{name: v for name, v in one.items() if not name.startswith("kfac.")} for one in each])
     found += differences([{name: v for name, v in one.items() if name.startswith("kfac.")} for one in ours])

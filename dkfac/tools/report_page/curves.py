@@ -1,4 +1,7 @@
-"""Accuracy and loss against steps, epochs and seconds."""
+"""Section with curves of accuracy and loss against steps, epochs and seconds.
+
+Input: groups of runs. Output: HTML. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dkfac.tools.report_page.chart import Axes, Line, colour, line_chart
+from dkfac.tools.report_page.chart import Axes, Series, colour, line_chart
 from dkfac.tools.report_page.groups import Group
-from dkfac.tools.report_page.html import Html, charts, details, join, legend, number, table, tag, unit_of_seconds
-from dkfac.tools.report_page.read import Run, column, real
+from dkfac.tools.report_page.html import (
+    Html,
+    charts,
+    details,
+    html_table,
+    join_html,
+    legend,
+    number,
+    tag,
+    unit_of_seconds,
+)
+from dkfac.tools.report_page.read import RunRecord, column, real
 from dkfac.tools.report_page.result import target_of
 from dkfac.tools.report_page.scale import Number, sample
 
 WHICH = ("step", "epoch", "seconds")
-NUM_ROWS = 25
+_MAX_ROWS = 25
 
 
-def curves(groups: Sequence[Group]) -> Html:
-    """Return the charts of each recipe, once for each x axis, and a switch between those."""
+def curves_section(groups: Sequence[Group]) -> Html:
+    """Return the charts of each recipe for each x axis, with a switch between the axes."""
     recipes = list(dict.fromkeys(group.recipe for group in groups))
     known = [which for which in WHICH if _is_known(groups, which)]
     parts = []
@@ -27,7 +40,7 @@ def curves(groups: Sequence[Group]) -> Html:
         parts += [tag("h3", recipe)] if len(recipes) > 1 else []
         parts.append(legend((group.label, colour(group.number)) for group in ours))
         parts += [tag("div", _charts(ours, which), class_=f"by by-{which}") for which in known]
-        parts.append(details("The numbers of these charts", _table(ours)))
+        parts.append(details("Data of these charts", _table(ours)))
     switch = []
     for i, which in enumerate(known):
         button = Html(f'<input type="radio" name="by" id="by-{which}"{"" if i else " checked"}>')
@@ -37,7 +50,7 @@ def curves(groups: Sequence[Group]) -> Html:
 
 
 def _is_known(groups: Sequence[Group], which: str) -> bool:
-    """Whether a run tells of it: a script of the user's has no epochs."""
+    """Return whether any run logs this quantity: a user's script has no epochs."""
     runs = [run for group in groups for run in group.runs]
     return any(value is not None for run in runs for value in column([*run.steps, *run.tests], which))
 
@@ -48,12 +61,12 @@ def _charts(groups: Sequence[Group], which: str) -> Html:
     unit, factor = unit_of_seconds(max(ends)) if which == "seconds" else ("", 1.0)
     x = f"training time, {unit}" if which == "seconds" else which
 
-    def lines(of: str, name: str, times: float = 1.0) -> list[Line]:
+    def lines(of: str, name: str, times: float = 1.0) -> list[Series]:
         found = []
         for group, run in runs:
             rows = run.tests if of == "test" else run.steps
             xs = _times(column(rows, which), 1 / factor)
-            found.append(Line(group.label_of(run), xs, _times(column(rows, name), times), colour(group.number)))
+            found.append(Series(group.label_of(run), xs, _times(column(rows, name), times), colour(group.number)))
         return found
 
     target = target_of(groups)
@@ -69,8 +82,8 @@ def _charts(groups: Sequence[Group], which: str) -> Html:
     )
 
 
-def _errors(lines: Sequence[Line]) -> list[Line]:
-    """Return what is wrong instead of right, in percent, where accuracies near their end can be told apart."""
+def _errors(lines: Sequence[Series]) -> list[Series]:
+    """Return error rates in percent instead of accuracies, which distinguishes high accuracies better."""
     return [replace(line, ys=[None if y is None else 100 * (1 - y) for y in line.ys]) for line in lines]
 
 
@@ -81,15 +94,15 @@ def _times(values: Sequence[Number], factor: float) -> list[Number]:
 def _table(groups: Sequence[Group]) -> Html:
     head = ["run", "step", "epoch", "seconds", "test accuracy, %", "test loss", "training loss"]
     rows = [row for group in groups for run in group.runs for row in _rows(group.label_of(run), run)]
-    return join([table(head, rows), tag("p", f"At most {NUM_ROWS} lines of each run.", class_="note")])
+    return join_html([html_table(head, rows), tag("p", f"At most {_MAX_ROWS} rows per run.", class_="note")])
 
 
-def _rows(name: str, run: Run) -> list[list[Any]]:
-    """Return some of a run's tests, or of its steps if it has none, each with the step's own loss."""
+def _rows(name: str, run: RunRecord) -> list[list[Any]]:
+    """Return a sample of a run's tests, or of its steps if it has no tests, each with the training loss."""
     losses = {real(line.get("step")): real(line.get("loss")) for line in run.steps}
     lines = run.tests or run.steps
     rows: list[list[Any]] = []
-    for i in sample(len(lines), NUM_ROWS):
+    for i in sample(len(lines), _MAX_ROWS):
         line = lines[i]
         accuracy = real(line.get("accuracy"))
         cells = [real(line.get(which)) for which in WHICH]

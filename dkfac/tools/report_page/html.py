@@ -1,4 +1,7 @@
-"""HTML from text that is not trusted: what is not ``Html`` is escaped."""
+"""Build HTML from untrusted text: everything that is not ``Html`` is escaped.
+
+Input: text and numbers. Output: ``Html``. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,34 @@ DASH = "–"
 
 
 class Html(str):
-    """Text that is HTML already, because this package wrote it."""
+    """Text that is already HTML, written by this package."""
 
     __slots__ = ()
 
 
 def text(value: Any) -> Html:
-    """Return a value as HTML: escaped, unless it is HTML."""
+    """Return a value as HTML, escaped unless it is ``Html``."""
     return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
 
-def join(parts: Iterable[Any]) -> Html:
+def join_html(parts: Iterable[Any]) -> Html:
     return Html("".join(text(part) for part in parts))
 
 
 def tag(name: str, *body: Any, **attributes: Any) -> Html:
-    """Return an element. ``class_`` becomes ``class``, ``data_x`` ``data-x``; attributes that are None are left out."""
-    told = "".join(
+    """Return an element. ``class_`` becomes ``class``, ``data_x`` becomes ``data-x``; None attributes are omitted."""
+    rendered = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{told}>{join(body)}</{name}>")
+    return Html(f"<{name}{rendered}>{join_html(body)}</{name}>")
 
 
-def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], *, marked: Iterable[int] = (), class_: str = "") -> Html:
-    """Return a table in a box in which it scrolls; the first cell of a row names it. ``marked``: rows to highlight."""
+def html_table(
+    head: Sequence[Any], rows: Iterable[Sequence[Any]], *, marked: Iterable[int] = (), class_: str = ""
+) -> Html:
+    """Return a table in a scrollable box. The first cell of each row is its header. ``marked``: rows to highlight."""
     highlighted = set(marked)
     body = [
         tag(
@@ -65,13 +70,13 @@ def legend(items: Iterable[tuple[str, str]]) -> Html:
 
 
 def charts(*figures: Html) -> Html:
-    """Return charts beside each other, those that have something to show."""
+    """Return the nonempty figures side by side."""
     kept = [figure for figure in figures if figure]
     return tag("div", *kept, class_="charts") if kept else Html("")
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number of so many digits, large ones with commas."""
+    """Return a number with ``digits`` significant digits, with commas in large numbers."""
     if value is None or not math.isfinite(value):
         return DASH
     if value and not 1e-4 <= abs(value) < 1e7:
@@ -87,7 +92,7 @@ def counted(how_many: int, what: str) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """Return an amount of memory with its unit."""
+    """Return a number of bytes as text with a unit."""
     if num_bytes is None:
         return DASH
     for unit in ("B", "kB", "MB", "GB"):
@@ -98,7 +103,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def unit_of_bytes(largest: float) -> tuple[str, float]:
-    """Return the unit for amounts up to this, and its bytes."""
+    """Return a suitable unit for numbers of bytes up to ``largest``, and its bytes."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if largest >= factor:
             return unit, factor
@@ -106,7 +111,7 @@ def unit_of_bytes(largest: float) -> tuple[str, float]:
 
 
 def unit_of_seconds(largest: float) -> tuple[str, float]:
-    """Return the unit for times up to this, and its seconds."""
+    """Return a suitable unit for times up to ``largest`` seconds, and its seconds."""
     for unit, factor in (("h", 3600.0), ("min", 60.0)):
         if largest >= 10 * factor:
             return unit, factor

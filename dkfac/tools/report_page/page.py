@@ -1,4 +1,7 @@
-"""The page: one HTML file that needs nothing else, of the sections that have something to show."""
+"""Assemble the report page: one self-contained HTML file with the sections that have data.
+
+Input: run folders. Output: the HTML text. Owns: the order of the sections.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,34 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dkfac.tools.report_page.about import about
-from dkfac.tools.report_page.curves import curves
+from dkfac.tools.report_page.about import settings_section
+from dkfac.tools.report_page.curves import curves_section
 from dkfac.tools.report_page.groups import Group, group
 from dkfac.tools.report_page.html import Html, tag
-from dkfac.tools.report_page.plan_picture import plans
+from dkfac.tools.report_page.plan_picture import plans_section
 from dkfac.tools.report_page.read import read_all
-from dkfac.tools.report_page.result import head, result
-from dkfac.tools.report_page.spectra import spectra
+from dkfac.tools.report_page.result import head, result_section
+from dkfac.tools.report_page.spectra import spectra_section
 from dkfac.tools.report_page.stages import control, step_time
-from dkfac.tools.report_page.timelines import timelines
-from dkfac.tools.report_page.wire import wire
+from dkfac.tools.report_page.timelines import timelines_section
+from dkfac.tools.report_page.wire import wire_section
 
 HERE = Path(__file__).parent
 SECTIONS: tuple[tuple[str, str, Callable[[Sequence[Group]], Html | None]], ...] = (
-    ("result", "Result", result),
-    ("curves", "Accuracy and loss", curves),
+    ("result", "Result", result_section),
+    ("curves", "Accuracy and loss", curves_section),
     ("time", "Time of a step", step_time),
-    ("plan", "Who does what", plans),
-    ("timeline", "Timeline", timelines),
+    ("plan", "Distribution of work", plans_section),
+    ("timeline", "Timeline", timelines_section),
     ("control", "Step control and refreshes", control),
-    ("spectra", "Spectra", spectra),
-    ("wire", "Bytes on the wire", wire),
-    ("settings", "Settings and environment", about),
+    ("spectra", "Spectra", spectra_section),
+    ("wire", "Bytes on the wire", wire_section),
+    ("settings", "Settings and environment", settings_section),
 )
 
 
-def page(folders: Sequence[Path], say: Callable[[str], None] = lambda line: None) -> tuple[str, int]:
-    """Return the page of run folders, or of folders of such, and how many runs it shows. ``say``: which it does not."""
+def build_page(folders: Sequence[Path], say: Callable[[str], None] = lambda line: None) -> tuple[str, int]:
+    """Return the page for the given folders and the number of runs on it. ``say`` is called for each skipped run."""
     runs = read_all(folders, say)
     groups = group(runs)
     found = [(key, title, body) for key, title, make in SECTIONS if (body := make(groups))]
@@ -49,7 +52,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _document(body: Html, title: str) -> str:
-    """Return the whole file. Its policy lets nothing be loaded, and no script run but its own."""
+    """Return the HTML document. Its content security policy allows no loading and no script but the page's own."""
     style, script = (Html((HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
@@ -61,4 +64,4 @@ def _document(body: Html, title: str) -> str:
         f"{tag('title', title)}\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n"
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
-    return whole.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can hold, is no text
+    return whole.encode("utf-8", "replace").decode()  # JSON can contain lone surrogates, UTF-8 cannot

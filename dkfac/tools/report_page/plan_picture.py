@@ -1,4 +1,7 @@
-"""The plan as a picture: who decomposes and preconditions what, and the memory of each rank."""
+"""Section on the plan: which rank decomposes and preconditions which layer, and the memory of each rank.
+
+Input: groups of runs. Output: HTML. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,23 @@ from dkfac.tools.report_page.html import (
     DASH,
     Html,
     charts,
-    counted,
     details,
-    join,
+    html_table,
+    join_html,
     number,
     size,
-    table,
     tag,
     unit_of_bytes,
 )
-from dkfac.tools.report_page.read import Run, as_dict, real
+from dkfac.tools.report_page.read import RunRecord, as_dict, real
 
-NUM_RANKS, NUM_LAYERS = 64, 400
-"""Shown at most."""
+_MAX_RANKS, _MAX_LAYERS = 64, 400
+"""Most ranks and layers that are shown."""
 
 
-def plans(groups: Sequence[Group]) -> Html | None:
-    """Return each plan once, with the names of who trained by it."""
-    found: dict[str, list[tuple[str, Run]]] = {}
+def plans_section(groups: Sequence[Group]) -> Html | None:
+    """Return each distinct plan once, with the labels of the groups that used it."""
+    found: dict[str, list[tuple[str, RunRecord]]] = {}
     for group in groups:
         for run in group.runs:
             if run.summary.get("plan") is not None:
@@ -45,17 +47,23 @@ def plans(groups: Sequence[Group]) -> Html | None:
         parts += [tag("h3", names)] if len(found) > 1 else []
         try:
             parts.append(_picture(Plan.from_json(key), users[0][1]))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:  # of another version
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:  # written by another version
             folders, why = ", ".join(run.name for _, run in users), str(error) or type(error).__name__
             parts.append(tag("p", f"The plan of {folders} cannot be drawn: {why}", class_="note"))
-    return join(parts)
+    return join_html(parts)
 
 
-def _picture(plan: Plan, run: Run) -> Html:
-    ranks = range(min(plan.world_size, NUM_RANKS))
-    layers = list(zip(plan.layers, plan.placements, strict=True))[:NUM_LAYERS]
-    said = f"Strategy {plan.strategy}, {counted(plan.world_size, 'rank')}, solver {plan.solver}. "
-    said += "Letters: whose factors a rank decomposes, the darker the more work; P: whose gradient it preconditions."
+def _picture(plan: Plan, run: RunRecord) -> Html:
+    ranks = range(min(plan.world_size, _MAX_RANKS))
+    layers = list(zip(plan.layers, plan.placements, strict=True))[:_MAX_LAYERS]
+    said = f"Strategy {plan.strategy}, {plan.world_size} rank{'s' * (plan.world_size > 1)}, solver {plan.solver}. "
+    said += "A letter marks a factor that the rank decomposes, darker for more work; P a layer that it preconditions."
     left = []
     if plan.world_size > len(ranks):
         left.append(f"ranks from {len(ranks)} on")
@@ -77,33 +85,33 @@ def _picture(plan: Plan, run: Run) -> Html:
          _told(layer, p.decomposed_by), _ranks(p.preconditioned_by)]
         for layer, p in layers
     ]  # fmt: skip
-    about = ["layer", "kind", "factors", "parameters", "factors held by", "decomposed by", "preconditioned by"]
-    return join([
+    about = ["layer", "kind", "factors", "parameters", "factors stored by", "decomposed by", "preconditioned by"]
+    return join_html([
         tag("p", said, class_="note"),
-        table(head, rows, class_="plan"),
-        details("The plan as text", table(about, texts), _repr(run)),
+        html_table(head, rows, class_="plan"),
+        details("The plan as text", html_table(about, texts), _repr(run)),
         tag("h3", "Memory of each rank"),
         _memory(plan, run, list(ranks)),
     ])  # fmt: skip
 
 
 def _cell(layer: LayerSpec, placement: Placement, rank: int, most: float) -> Html:
-    """Return a chip for each thing that a rank does for a layer."""
+    """Return one chip for each task of a rank in a layer."""
     chips = []
     for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
         if rank in by:
             strength = 10 + round(35 * (_work(factor) / most) ** (1 / 3))
-            told = f"rank {rank} decomposes {factor.key} of {layer.name}: {_size(factor)}"
+            title = f"rank {rank} decomposes {factor.key} of {layer.name}: {_size(factor)}"
             back = f"--strength:{strength}%"
-            chips.append(tag("b", factor.key, class_="decompose", style=back, title=told))
+            chips.append(tag("b", factor.key, class_="decompose", style=back, title=title))
     if rank in placement.preconditioned_by:
-        told = f"rank {rank} preconditions the gradient of {layer.name}"
-        chips.append(tag("b", "P", class_="precondition", title=told))
-    return join(chips) if chips else tag("span", "·", class_="nothing")
+        title = f"rank {rank} preconditions the gradient of {layer.name}"
+        chips.append(tag("b", "P", class_="precondition", title=title))
+    return join_html(chips) if chips else tag("span", "·", class_="nothing")
 
 
-def _memory(plan: Plan, run: Run, ranks: list[int]) -> Html:
-    """Return what the plan holds and what was measured, as bars and as text."""
+def _memory(plan: Plan, run: RunRecord, ranks: list[int]) -> Html:
+    """Return the planned and the measured memory of each rank, as charts and as a table."""
     planned = [plan.memory_bytes(rank) for rank in ranks]
     peaks = run.summary.get("peak_memory_bytes")
     peak = [real(value) for value in peaks][: len(ranks)] if isinstance(peaks, list) else []
@@ -125,21 +133,21 @@ def _memory(plan: Plan, run: Run, ranks: list[int]) -> Html:
     ]  # fmt: skip
     head = ["rank", "factors (plan)", "decompositions (plan)", "K-FAC's state, measured", f"peak of the {where}",
             "share of decomposing"]  # fmt: skip
-    said = "Work of decomposing counts as dimension cubed; where several ranks do the same, it counts for each."
+    said = "The work of a decomposition is counted as dimension cubed; work that several ranks repeat counts for each."
     kfac = {"factors": colour(7), "decompositions": colour(3)}
-    return join([
+    return join_html([
         charts(
             bar_chart("K-FAC's state by the plan", rows, unit, kfac),
             bar_chart(f"Peak memory of the {where}, measured", tops, big, {"peak": colour(0)}),
             bar_chart("Work of decomposing", shares, "% of the work of all factors", {"share": colour(3)}),
         ),
         tag("p", said, class_="note"),
-        details("The numbers of these charts", table(head, cells)),
+        details("Data of these charts", html_table(head, cells)),
     ])  # fmt: skip
 
 
 def _work(factor: FactorSpec) -> float:
-    """Return the work of a decomposition, in dimensions cubed; a diagonal one is nothing to speak of."""
+    """Return the work of a decomposition as dimension cubed; 0 for a diagonal factor."""
     if factor.form == "diagonal":
         return 0.0
     return float(factor.num_blocks * factor.dim**3)
@@ -182,11 +190,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return " ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _repr(run: Run) -> Html:
-    told = run.summary.get("layers")
+def _repr(run: RunRecord) -> Html:
+    layers_text = run.summary.get("layers")
     memory = as_dict(run.report.get("memory_bytes"))
-    parts = [tag("pre", told)] if isinstance(told, str) else []
+    parts = [tag("pre", layers_text)] if isinstance(layers_text, str) else []
     if memory:
         rows = [[name, size(real(value))] for name, value in memory.items()]
-        parts.append(table(["layer", "K-FAC's state on rank 0, measured"], rows))
-    return join(parts)
+        parts.append(html_table(["layer", "K-FAC's state on rank 0, measured"], rows))
+    return join_html(parts)

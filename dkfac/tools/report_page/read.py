@@ -1,12 +1,14 @@
-"""Run folders as data for the page. ``docs/notes/009-recipes.md`` lists a folder's files.
+"""Read run folders for the report page. ``docs/notes/009-recipes.md`` lists the files of a folder.
 
-``timeline.json``, which may be missing, holds steps as spans of time, measured and simulated ones:
+Input: paths of run folders. Output: one ``RunRecord`` per run. Owns: nothing.
+
+``timeline.json`` is optional. It contains measured and simulated steps as time spans:
 
     [{"title": "measured, refresh",
       "spans": [{"rank": 0, "stage": "decompose", "stream": "work" or "network", "begin": seconds, "end": seconds}]}]
 
-``begin`` and ``end`` count from the step's beginning. A span may have a ``name``; ``"compute"``, as
-``dkfac.plan.timeline`` has it, is read as ``"work"``.
+``begin`` and ``end`` are relative to the beginning of the step. A span may have a ``name``. The stream ``"compute"`` of
+``dkfac.plan.timeline`` is read as ``"work"``.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SPAN = {"rank", "stage", "stream", "begin", "end"}
-LARGEST = 1e300
-"""Of numbers that are drawn: the difference of two is finite. What is smaller than its inverse counts as zero."""
+_SPAN_KEYS = {"rank", "stage", "stream", "begin", "end"}
+_MAX_NUMBER = 1e300
+"""Numbers must be smaller than this to be drawn, so that the difference of two is finite. Numbers below its inverse
+count as zero."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What a folder tells of a run; ``steps``, ``tests`` and ``spectra`` are lines of its metrics."""
+class RunRecord:
+    """The contents of a run folder. ``steps``, ``tests`` and ``spectra`` are entries of its metrics file."""
 
     folder: Path
     settings: dict[str, Any]
@@ -35,7 +38,7 @@ class Run:
     spectra: list[dict[str, Any]]
     resumes: list[int]
     reason: str | None
-    """Why it ended; None: it has not."""
+    """Why the run ended; None if it has not."""
     summary: dict[str, Any]
     timelines: list[dict[str, Any]]
 
@@ -61,66 +64,66 @@ class Run:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What K-FAC said of itself at the last checkpoint."""
+        """K-FAC's report at the last checkpoint."""
         return as_dict(self.summary.get("kfac"))
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last line of a step or a test."""
+        """The last entry of a step or a test."""
         return max([*self.steps[-1:], *self.tests[-1:]], key=lambda line: real(line.get("step")) or 0.0)
 
     def seconds_at(self, step: float) -> float:
-        """Return the training time at a step, or the last logged one before."""
+        """Return the training time at a step, or at the last logged step before it."""
         place = bisect_right(self.steps, step, key=lambda line: real(line.get("step")) or 0.0)
         return (real(self.steps[place - 1].get("seconds")) or 0.0) if place else 0.0
 
 
-def find(given: Sequence[Path]) -> list[Path]:
-    """Return run folders, each once; a folder that is none but holds some, however deep, stands for those."""
+def find_runs(given: Sequence[Path]) -> list[Path]:
+    """Return the run folders, without duplicates. A folder that is not a run folder stands for all run folders below
+    it."""
     found: dict[Path, Path] = {}
     for path in given:
         inside = [path] if _is_run(path) else sorted(p.parent for p in path.rglob("metrics.jsonl") if _is_run(p.parent))
         if not inside:
-            what = "has no settings.json and metrics.jsonl" if path.is_dir() else "is no folder"
+            what = "has no settings.json and metrics.jsonl" if path.is_dir() else "is not a folder"
             raise ValueError(
-                f"{path} is not a run folder: it {what}, and none is inside; give what `dkfac train --out` wrote to"
+                f"{path} is not a run folder: it {what}, and contains no run folder; use the --out of `dkfac train`"
             )
         for folder in inside:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
 
 
-def read_all(given: Sequence[Path], say: Callable[[str], None]) -> list[Run]:
-    """Return the runs of all folders. What is wrong with one that was not named itself is said, and others shown."""
+def read_all(given: Sequence[Path], say: Callable[[str], None]) -> list[RunRecord]:
+    """Return the runs of all folders. A damaged run is an error if its folder was given; otherwise ``say`` reports it
+    and the other runs are returned."""
     named = {path.resolve() for path in given}
-    found: list[Run] = []
+    found: list[RunRecord] = []
     wrong: ValueError | None = None
-    for folder in find(given):
+    for folder in find_runs(given):
         try:
-            found.append(read(folder))
+            found.append(read_run_folder(folder))
         except ValueError as error:
             if folder.resolve() in named:
                 raise
-            say(f"left out: {error}")
+            say(f"skipped: {error}")
             wrong = wrong or error
     if not found and wrong is not None:
         raise wrong
     return found
 
 
-def read(folder: Path) -> Run:
-    """Return what a run's folder holds."""
+def read_run_folder(folder: Path) -> RunRecord:
+    """Return the contents of a run folder."""
     lines = _lines(folder / "metrics.jsonl")
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         kinds.setdefault(str(line.get("kind")), []).append(line)
     if "step" not in kinds and "test" not in kinds:
-        raise ValueError(
-            f"{folder / 'metrics.jsonl'} has nothing logged yet: wait for the first step, or leave {folder} out"
-        )
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no entries yet: wait for the first step, or omit {folder}")
     ends = [line for line in lines if line.get("kind") in ("end", "resume", "step")]
     is_over = bool(ends) and ends[-1]["kind"] == "end"
-    return Run(
+    return RunRecord(
         folder=folder,
         settings=_object(folder / "settings.json"),
         environment=_object(folder / "environment.json"),
@@ -135,12 +138,12 @@ def read(folder: Path) -> Run:
 
 
 def real(value: Any) -> float | None:
-    """Return a number that can be drawn, or None."""
+    """Return the value as a number that can be drawn, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if not abs(value) < LARGEST:  # nor is NaN
+    if not abs(value) < _MAX_NUMBER:  # also true for NaN
         return None
-    return float(value) if abs(value) * LARGEST > 1 else 0.0
+    return float(value) if abs(value) * _MAX_NUMBER > 1 else 0.0
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -148,12 +151,12 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def experimental(kfac: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experimental settings of a run; older runs have them among the others."""
+    """Return the settings of a run with the experimental ones at the top level, where older runs have them."""
     return {**kfac, **as_dict(kfac.get("experimental"))}
 
 
 def column(lines: Sequence[dict[str, Any]], *path: str) -> list[float | None]:
-    """Return one number of each line, by the names that lead to it."""
+    """Return one number of each entry; ``path`` is its keys, outermost first."""
     found = []
     for line in lines:
         value: Any = line
@@ -164,7 +167,7 @@ def column(lines: Sequence[dict[str, Any]], *path: str) -> list[float | None]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Return nested settings as ``{"kfac.damping": 0.001}``; empty ones are left out."""
+    """Return nested settings as a flat dict such as ``{"kfac.damping": 0.001}``, without empty dicts."""
     if not isinstance(value, dict):
         return {path: value}
     found: dict[str, Any] = {}
@@ -186,11 +189,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             except ValueError:
                 line = None
             if line is None and not text.endswith("\n"):
-                break  # a run that was killed, or writes it now
+                break  # the run was killed, or is writing this line
             if not isinstance(line, dict):
                 raise ValueError(
-                    f"{path} is cut short or damaged at line {number}: if the run goes on, try again; if not, delete "
-                    f"that line"
+                    f"{path} is truncated or damaged at line {number}: if the run is active, try again; otherwise "
+                    f"delete that line"
                 )
             found.append(line)
     return found
@@ -200,7 +203,7 @@ def _load(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
-        remedy = f"mend it, or leave {path.parent} out" if path.name == "settings.json" else "delete it"
+        remedy = f"correct it, or omit {path.parent}" if path.name == "settings.json" else "delete it"
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
@@ -213,14 +216,14 @@ def _timelines(path: Path) -> list[dict[str, Any]]:
     try:
         is_right = all(
             isinstance(one["title"], str)
-            and all(span.keys() >= SPAN and isinstance(span["rank"], int) for span in one["spans"])
+            and all(span.keys() >= _SPAN_KEYS and isinstance(span["rank"], int) for span in one["spans"])
             for one in found
         )
     except (TypeError, KeyError, AttributeError):
         is_right = False
     if not is_right:
         raise ValueError(
-            f"{path} is not a list of timelines, each {{'title': ..., 'spans': [...]}} with {', '.join(sorted(SPAN))} "
-            f"in each span: delete it, or write it anew"
+            f"{path} is not a list of timelines, each {{'title': ..., 'spans': [...]}} with "
+            f"{', '.join(sorted(_SPAN_KEYS))} in each span: delete it, or write it again"
         )
     return list(found)

@@ -1,4 +1,7 @@
-"""Numbers to places in a picture: ranges, ticks, and fewer points where there are too many."""
+"""Scales of charts: mapping of numbers to positions, ticks, and downsampling of long curves.
+
+Input: numbers. Output: scales, ticks, points. Owns: nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ class Scale:
         return self.begin + (self.end - self.begin) * (at - low) / (high - low)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return round numbers in the range: multiples of 1, 2 or 5, or powers of ten."""
+        """Return about ``about`` round numbers in the range: multiples of 1, 2 or 5, or powers of ten."""
         return _decades(self.low, self.high, about) if self.is_log else _multiples(self.low, self.high, about)
 
 
-def fit(
+def fit_scale(
     values: Iterable[Number], begin: float, end: float, *, is_log: bool = False, zero: bool = False
 ) -> Scale | None:
-    """Return the scale that shows all values, ``zero`` among them if asked; None if there is nothing to show."""
+    """Return a scale that covers all values; None if there are none. ``zero``: it also covers zero."""
     known = [v for v in values if v is not None and (v > 0 or not is_log)]
     if not known:
         return None
@@ -50,15 +53,15 @@ def fit(
 
 
 def wants_log(values: Iterable[Number]) -> bool:
-    """Whether numbers are all positive and of very different sizes."""
+    """Return whether all numbers are positive and their ratio exceeds ``LOG_RATIO``."""
     known = [v for v in values if v is not None]
     return bool(known) and min(known) > 0 and max(known) / min(known) > LOG_RATIO
 
 
 def thin(xs: Sequence[Number], ys: Sequence[Number], most: int = NUM_POINTS) -> list[tuple[Number, Number]]:
-    """Return at most about so many points: of each stretch its least and its greatest, so that peaks stay.
+    """Downsample to at most about ``most`` points: the minimum and the maximum of each interval, so that peaks remain.
 
-    A stretch without numbers becomes one point without, which is a gap in a line.
+    An interval without numbers becomes one point without a value, which is a gap in the curve.
     """
     points = list(zip(xs, ys, strict=True))
     if len(points) <= most:
@@ -77,14 +80,14 @@ def thin(xs: Sequence[Number], ys: Sequence[Number], most: int = NUM_POINTS) -> 
 
 
 def sample(count: int, most: int) -> list[int]:
-    """Return places in a sequence, evenly, the first and the last among them."""
+    """Return at most ``most`` evenly spaced indices of a sequence, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Return ticks' numbers, short and in one form."""
+    """Return short labels for ticks, all in the same format."""
     sizes = [abs(value) for value in values if value]
     if not sizes or (max(sizes) < 1e4 and min(sizes) >= 1e-3):
         return [f"{value:.6g}" for value in values]
