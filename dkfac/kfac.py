@@ -206,9 +206,7 @@ class KFAC:
             owned = [layer for layer in self.layers if engine.ranks.steps(layer.name)]
             optimizer_state.save_owned(self._optimizer, owned, state)
         state |= quadratic.saved(self._model, self._moves)
-        if not gather:
-            return state
-        parts = engine.transport.gather(state)
+        parts = engine.transport.gather(state) if gather else [state]
         return {} if parts is None else checkpoint.merge(parts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,9 +214,9 @@ class KFAC:
 
         Under torch.distributed, all ranks must call it. With ``share="weights"``, load the optimizer's state first.
         """
-        engine = self._engine
-        state = whole_factors.to_pieces(state, engine.ranks.by_name, self.settings.block_dim)
-        loaded = restore.load(state, engine.ranks.by_name, engine.ranks.holds)
+        engine, layers = self._engine, self._engine.ranks.by_name
+        state = whole_factors.to_pieces(state, layers, self.settings.block_dim)
+        loaded = restore.load(state, layers, engine.ranks.holds)
         self._collector.count_abandoned(loaded.counters.pop("abandoned", 0))
         if isinstance(self.settings.damping, levenberg_marquardt.LevenbergMarquardt):
             self.settings.damping.value = float(state.get("damping", self.settings.damping.value))

@@ -10,8 +10,8 @@ import dkfac
 
 RATCHETS = {
     "flat_modules": 2,
-    "flat_modules_lines": 441,
-    "library_lines": 16343,
+    "flat_modules_lines": 440,
+    "library_lines": 16507,
     "files_over_300_lines": 0,
     "modules_in_cycles": 0,
     "largest_cycle": 0,
@@ -29,11 +29,11 @@ RATCHETS = {
     "files_naming_a_solver": 15,
     "files_naming_a_layer_kind": 13,
     "settings_fields": 36,
-    "private_reaches": 134,
-    "private_reach_files": 40,
-    "step_files": 57,
+    "private_reaches": 124,
+    "private_reach_files": 38,
+    "step_files": 55,
     "step_functions": 236,
-    "step_switches": 535,
+    "step_switches": 516,
 }
 """Figure -> the largest value allowed."""
 LOOSE = {"step_files", "step_functions", "step_switches", "flat_modules_lines", "library_lines", "largest_cycle_lines"}

@@ -14,10 +14,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from dkfac.capture.autograd import accumulator, reaches
 from dkfac.capture.deferred_products import DeferredProducts
 from dkfac.capture.outer_products import add_products, moment_sum
-from dkfac.capture.passes import BackwardPasses, here
+from dkfac.capture.passes import BackwardPasses, accumulator, here, reaches
 from dkfac.capture.statistics import BatchStatistics, LayerSums, Terms, Window
 from dkfac.capture.timing import StageTimer
 from dkfac.config.settings import Settings

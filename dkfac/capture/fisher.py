@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dkfac.capture.autograd import reaches
 from dkfac.capture.collector import Collector
+from dkfac.capture.passes import reaches
 from dkfac.config.settings import FisherLoss
 from dkfac.layers.rows import Sample
 

@@ -42,8 +42,12 @@ def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Tr
         for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
             speaks = ranks.rank == held[0] and factor.key in state.running
             has.append((state.running[factor.key].weight > 0) if speaks else 0.0)
-            zeros = torch.zeros(factor.grad_blocks, device=layer.weight.device, dtype=layer.dtype)
-            means.append(live[factor.key] if speaks else zeros)
+            if speaks:
+                means.append(live[factor.key])
+            else:
+                means.append(
+                    torch.zeros(factor.num_blocks // factor.pieces, device=layer.weight.device, dtype=layer.dtype)
+                )
     device = means[0].device
     joined = torch.cat([m.to(device, torch.float64) for m in means])
     flags = vector(has, device)
@@ -63,8 +67,9 @@ def _complete(layers: list[Layer], flags: Tensor, joined: Tensor) -> Means:
         complete = min(next(counts) for _ in layer.spec.factors) > 0
         found = {}
         for factor in layer.spec.factors:
-            found[factor.key] = joined[position : position + factor.grad_blocks].to(layer.weight.device, layer.dtype)
-            position += factor.grad_blocks
+            blocks = factor.num_blocks // factor.pieces
+            found[factor.key] = joined[position : position + blocks].to(layer.weight.device, layer.dtype)
+            position += blocks
         if complete:
             result[layer.name] = whole_means(found)
     return result

@@ -87,14 +87,6 @@ def local_sums(measured: BatchStatistics, placements: dict[str, Placement]) -> N
     return sums
 
 
-def see_rows(measured: BatchStatistics, seen: dict[str, float]) -> None:
-    """Record in ``seen`` the largest number of rows of each layer in a step; -1 where the host does not know it."""
-    for name, sums in measured.layers.items():
-        rows = -1.0 if isinstance(sums.rows, Tensor) else sums.rows
-        before = seen.get(name, 0.0)
-        seen[name] = -1.0 if min(rows, before) < 0 else max(rows, before)
-
-
 FEW_ELEMENTS = 1024
 """If a factor's rows have at most this many elements, starting a transfer takes longer than sending them."""
 

@@ -25,14 +25,9 @@ Value = TypeVar("Value")
 OUTPUT_KEYS, INPUT_KEYS = ("F", "G", "G_rest"), ("A", "A_rest")
 
 
-def output_side(by_key: Mapping[str, Value]) -> list[Value]:
-    """Return what belongs to the factors of a layer's outputs, in order."""
-    return [by_key[key] for key in OUTPUT_KEYS if key in by_key]
-
-
-def input_side(by_key: Mapping[str, Value]) -> list[Value]:
-    """Return what belongs to the factors of a layer's inputs, in order."""
-    return [by_key[key] for key in INPUT_KEYS if key in by_key]
+def of_side(by_key: Mapping[str, Value], keys: Sequence[str]) -> list[Value]:
+    """Return what belongs to the factors of a layer's outputs or inputs, in order."""
+    return [by_key[key] for key in keys if key in by_key]
 
 
 def swapped(by_key: Mapping[str, Value]) -> dict[str, Value]:
@@ -103,8 +98,8 @@ def spectrum(decompositions: dict[str, Eigen], shape: tuple[int, ...]) -> Tensor
 def both_values(decompositions: dict[str, Eigen], shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
     """Return the eigenvalues of G, or F, ``[B, O]``, and of A, ``[B, I]``, where a bias that A leaves out has 1."""
     blocks, out, across = shape
-    outputs = diagonal([d.values for d in output_side(decompositions)], blocks, out)
-    inputs = [d.values for d in input_side(decompositions)]
+    outputs = diagonal([d.values for d in of_side(decompositions, OUTPUT_KEYS)], blocks, out)
+    inputs = [d.values for d in of_side(decompositions, INPUT_KEYS)]
     if "A_C" in decompositions:
         channels, positions = (decompositions[key].values for key in ("A_C", "A_S"))
         inputs = [(channels.unsqueeze(-1) * positions.unsqueeze(-2)).flatten(1)]
@@ -131,9 +126,9 @@ def rotate(grad_BOI: Tensor, decompositions: dict[str, Eigen], *, back: bool = F
 def multiply(grad_BOI: Tensor, matrices: dict[str, Tensor], *, transposed: bool = False) -> Tensor:
     """Return a gradient multiplied by the matrix of each factor, or its pieces: ``G grad A^T``; ``transposed``: by the
     transposed matrices, ``G^T grad A``."""
-    if left := output_side(matrices):
+    if left := of_side(matrices, OUTPUT_KEYS):
         grad_BOI = from_left([matrix.mT for matrix in left] if transposed else left, grad_BOI)
-    if right := input_side(matrices):
+    if right := of_side(matrices, INPUT_KEYS):
         grad_BOI = from_right(grad_BOI, right if transposed else [matrix.mT for matrix in right])
     if "A_C" in matrices:
         c, s = matrices["A_C"], matrices["A_S"]
@@ -171,7 +166,7 @@ def precondition_eigen(
 
 def precondition_inverse(grad_BOI: Tensor, inverses: dict[str, Inverse]) -> Tensor:
     """Return ``G^-1 grad A^-1`` with the damped inverses."""
-    left, right = ([inverse.matrix for inverse in side(inverses)] for side in (output_side, input_side))
+    left, right = ([inverse.matrix for inverse in of_side(inverses, keys)] for keys in (OUTPUT_KEYS, INPUT_KEYS))
     grad_BOI = left[0].unsqueeze(-1) * grad_BOI if left[0].ndim == 2 else from_left(left, grad_BOI)
     if right:
         grad_BOI = grad_BOI * right[0].unsqueeze(-2) if right[0].ndim == 2 else from_right(grad_BOI, right)
@@ -196,7 +191,7 @@ def factored_damping(means: dict[str, Tensor], damping: Tensor | float) -> dict[
     pi = torch.where((a > 0) & (g > 0), a.sqrt() / g.sqrt(), 1.0)  # a / g may overflow
     root = damping.to(pi).sqrt() if isinstance(damping, Tensor) else damping**0.5
     shifts = {"A": root * pi, "G": root / pi}
-    return {key: shifts[side_of(key)] for key in means}
+    return {key: shifts[key[0]] for key in means}
 
 
 TF32_ROUNDING, TF32_TOLERANCE = 2.0**-11 / 3**0.5, 3e-3

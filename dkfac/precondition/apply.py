@@ -112,12 +112,13 @@ class _Directions:
 
     def of(self, mine: set[str]) -> list[Chunk]:
         chunks, settings = [], self._context.settings
+        one_by_one = settings.measures_moments
         for stack in self._given.stacks:
             layers = [layer for layer in stack.layers if layer.name in mine]
-            whole = len(layers) == stack.num_layers and not settings.measures_moments
-            whole = whole and (not self._rules or adam_eigen.is_alike(layers, self._rules))
             if not layers:
                 continue
+            whole = len(layers) == stack.num_layers and not one_by_one
+            whole = whole and (not self._rules or adam_eigen.is_alike(layers, self._rules))
             joined = stack.decompositions(self._states) if whole else None
             if joined is not None and layer_factors.is_uniform(joined, settings):
                 chunks.append(self._chunk(stack, self._several))

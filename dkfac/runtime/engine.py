@@ -33,9 +33,8 @@ from dkfac.precondition import apply, gradient_norms
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.share_updates import share_weights
 from dkfac.precondition.step_graph import StepGraph
-from dkfac.runtime.diagnostics import Diagnostics
 from dkfac.runtime.metrics import Metrics
-from dkfac.runtime.notices import Notices
+from dkfac.runtime.notices import Diagnostics, Notices
 from dkfac.runtime.refresh import Refresher
 from dkfac.runtime.replan import Replanner
 from dkfac.runtime.resume import start_anew

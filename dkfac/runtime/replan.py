@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from dkfac.capture.collector import Collector
 from dkfac.capture.statistics import BatchStatistics
 from dkfac.comm.transport import Transport
@@ -27,7 +29,10 @@ class Replanner:
 
     def see_rows(self, measured: BatchStatistics) -> None:
         """Record this rank's number of rows in a step."""
-        reduce.see_rows(measured, self.rows_seen)
+        for name, sums in measured.layers.items():
+            rows = -1.0 if isinstance(sums.rows, Tensor) else sums.rows
+            before = self.rows_seen.get(name, 0.0)
+            self.rows_seen[name] = -1.0 if min(rows, before) < 0 else max(rows, before)
 
     def see_counts(self, counts: reduce.Counts) -> None:
         """Record what all ranks counted in a step."""

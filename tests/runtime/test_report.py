@@ -12,7 +12,7 @@ from torch import nn
 
 from dkfac import KFAC
 from dkfac.plan.make import Choices, make_plan
-from dkfac.runtime import diagnostics, report
+from dkfac.runtime import notices, report
 
 EXACT = {"warmup_refresh": None, "factor_interval": 1, "inverse_interval": 2}
 
@@ -252,7 +252,7 @@ def test_the_damping_in_the_metrics_is_the_last_steps():
 
 def watch(monkeypatch, looks):
     """Feed a Watch with ``(step, seconds passed, K-FAC's seconds, dominated, clipped)``; returns the warnings."""
-    watched = diagnostics.Diagnostics()
+    watched = notices.Diagnostics()
     now = 100.0
     ours = 0.0
     with warnings.catch_warnings(record=True) as caught:

@@ -17,6 +17,7 @@ from dkfac.tools.report_page.html import (
     DASH,
     Html,
     charts,
+    counted,
     details,
     html_table,
     join_html,
@@ -62,7 +63,7 @@ def plans_section(groups: Sequence[Group]) -> Html | None:
 def _picture(plan: Plan, run: RunRecord) -> Html:
     ranks = range(min(plan.world_size, _MAX_RANKS))
     layers = list(zip(plan.layers, plan.placements, strict=True))[:_MAX_LAYERS]
-    said = f"Strategy {plan.strategy}, {plan.world_size} rank{'s' * (plan.world_size > 1)}, solver {plan.solver}. "
+    said = f"Strategy {plan.strategy}, {counted(plan.world_size, 'rank')}, solver {plan.solver}. "
     said += "A letter marks a factor that the rank decomposes, darker for more work; P a layer that it preconditions."
     left = []
     if plan.world_size > len(ranks):
