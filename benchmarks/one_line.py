@@ -1,0 +1,159 @@
+"""What does the one line cost? ``dkfac.KFAC(model, optimizer)`` with nothing else set, first steps included.
+
+Each case is trained by the optimizer alone and by the same optimizer with K-FAC, in blocks of steps that take turns, on
+one random batch: the benchmark measures step time, not learning. Reported, relative to the optimizer alone in the same
+blocks: the mean of the first ``--first`` steps, the mean of the later ones, and K-FAC's longest step relative to its
+median one, without step 0 and without steps that captured a CUDA graph or compiled a kernel, which are listed apart.
+Extra memory is the peak of a run with K-FAC less the peak of a run without it, each alone on the device.
+
+``--device cpu --tiny`` is a smoke test of the script: small models, few steps, meaningless figures.
+"""
+
+import argparse
+import statistics
+import sys
+import traceback
+from dataclasses import replace
+
+import torch
+from environment import write
+from gpu_cases import CASES, Case, Training, default_out, free, make_batch, switches, tiny_resnet
+from torch import nn
+
+BLOCK = 10
+"""Steps of an arm before the other one takes its turn."""
+
+
+def torchvision_model(name: str, *, cifar: bool = False):
+    def build(tiny: bool) -> nn.Module:
+        if tiny:
+            return tiny_resnet()
+        import torchvision
+
+        model = torchvision.models.get_model(name, weights=None, num_classes=10 if cifar else 1000)
+        if cifar:  # as the CIFAR literature has it: no stride and no pooling at the beginning
+            model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+        return model
+
+    return build
+
+
+IMAGES = {"shape": (128, 3, 224, 224), "tiny_shape": (4, 3, 16, 16), "classes": 1000, "channels_last": True}
+LINES: dict[str, Case] = {
+    "ResNet-50, SGD": replace(CASES["resnet50"], kfac={}),
+    "ResNet-18 on CIFAR, SGD": Case(
+        build=torchvision_model("resnet18", cifar=True), shape=(128, 3, 32, 32), tiny_shape=(4, 3, 8, 8), classes=10,
+        channels_last=True,
+    ),
+    "ResNet-50, AdamW": replace(CASES["resnet50"], kfac={}, adamw=True),
+    "ConvNeXt-T, AdamW": Case(build=torchvision_model("convnext_tiny"), adamw=True, **IMAGES),
+    "ViT-B/16, AdamW": Case(build=torchvision_model("vit_b_16"), adamw=True, **(IMAGES | {"channels_last": False})),
+    "GPT-2 small, AdamW": replace(CASES["gpt2"], kfac={"loss_terms": "token"}),
+}  # fmt: skip
+
+
+class Captures:
+    """Counts CUDA graphs captured so far: a step that captures one is reported apart."""
+
+    def __init__(self) -> None:
+        self.count, begin = 0, torch.cuda.graph.__enter__
+
+        def counted(graph: torch.cuda.graph) -> None:
+            self.count += 1
+            begin(graph)
+
+        torch.cuda.graph.__enter__ = counted  # type: ignore[method-assign]
+
+
+def attached(case: Case, template: nn.Module, batch, args: argparse.Namespace) -> Training:
+    training = Training(case, template, batch, args)
+    training.attach({"announce": False, **case.kfac})
+    return training
+
+
+def extra_memory(case: Case, template: nn.Module, batch, args: argparse.Namespace) -> int | None:
+    """Return the bytes that K-FAC adds to the peak; None without a GPU."""
+    if torch.device(args.device).type != "cuda":
+        return None
+    peaks = []
+    for make in (Training, attached):
+        free()
+        training = make(case, template, batch, args)
+        training.block(3 if make is Training else args.memory_steps)
+        peaks.append(torch.cuda.max_memory_allocated())
+        if training.kfac is not None:
+            training.kfac.close()
+        del training
+    free()
+    return peaks[1] - peaks[0]
+
+
+def run_case(name: str, args: argparse.Namespace, captures: Captures) -> dict:
+    case = LINES[name]
+    torch.manual_seed(0)
+    template, batch = case.build(args.tiny), make_batch(case, args)
+    extra = extra_memory(case, template, batch, args)
+    plain, kfac = Training(case, template, batch, args), attached(case, template, batch, args)
+    plain.block(3)  # allocator and library handles, before anything is compared
+    alone: list[float] = []
+    ours: list[float] = []
+    captured: list[int] = []
+    step = kfac.step
+    kfac.step = lambda: (step(), captured.append(captures.count))
+    while len(ours) < args.first + args.later:
+        alone += plain.block(BLOCK)[0]
+        ours += kfac.block(BLOCK)[0]
+    apart = {i: t for i, t in enumerate(ours) if i == 0 or captured[i] > captured[i - 1]}
+    first, later = slice(0, args.first), slice(args.first, args.first + args.later)
+    ordinary = [t for i, t in enumerate(ours) if i not in apart]
+    result = {
+        "first_ratio": statistics.fmean(ours[first]) / statistics.fmean(alone[first]),
+        "later_ratio": statistics.fmean(ours[later]) / statistics.fmean(alone[later]),
+        "longest_over_median": max(ordinary) / statistics.median(ordinary),
+        "extra_bytes": extra,
+        "alone_ms": statistics.median(alone),
+        "kfac_median_ms": statistics.median(ordinary),
+        "steps_apart_ms": apart,
+        "kfac_ms": ours,
+        "settings": kfac.kfac.settings.describe(),
+        "report_memory_bytes": kfac.kfac.report()["total_memory_bytes"],
+    }
+    kfac.kfac.close()
+    memory = "" if extra is None else f", extra memory {extra / 1e9:.2f} GB"
+    print(f"{name}: first {args.first} steps {result['first_ratio']:.2f}, later {result['later_ratio']:.3f}, longest "
+          f"over median {result['longest_over_median']:.2f}, {len(apart)} steps apart{memory}", flush=True)  # fmt: skip
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--tiny", action="store_true", help="small models and few steps, to try the script")
+    add("--fused", action="store_true", help="fused optimizers, with and without K-FAC")
+    add("--cases", help="separated by semicolons; default: all")
+    add("--first", type=int, default=300)
+    add("--later", type=int, default=200)
+    add("--memory-steps", type=int, default=60)
+    add("--out")
+    args = parser.parse_args()
+    if args.tiny:
+        args.first, args.later = min(args.first, 20), min(args.later, 20)
+    chosen = list(LINES) if args.cases is None else [part.strip() for part in args.cases.split(";")]
+    unknown = [name for name in chosen if name not in LINES]
+    if unknown:
+        sys.exit(f"no case {unknown[0]!r}; there are {'; '.join(LINES)}")
+    captures, found = Captures(), {}
+    for name in chosen:
+        try:
+            found[name] = run_case(name, args, captures)
+        except Exception:
+            traceback.print_exc()
+            found[name] = {"error": traceback.format_exc(limit=3)}
+        free()
+    device = torch.cuda.get_device_name() if torch.device(args.device).type == "cuda" else "cpu"
+    write(args.out or default_out("one_line.json", args), {"device": device, **switches(), "cases": found})
+
+
+if __name__ == "__main__":
+    main()
