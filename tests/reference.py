@@ -368,18 +368,11 @@ def dense_precondition(A: Tensor, G: Tensor, grad_OI: Tensor, damping: float) ->
     return solution.reshape(grad_OI.T.shape).T
 
 
-def factored_precondition(
-    A: Tensor, G: Tensor, grad_OI: Tensor, damping: float, *, leaves_bias: bool = False
-) -> Tensor:
-    """Return ``(G + sqrt(damping)/pi I)^-1 grad (A + pi sqrt(damping) I)^-1`` of one block.
-
-    ``leaves_bias``: the A of the bias is the number 1, to which nothing is added.
-    """
+def factored_precondition(A: Tensor, G: Tensor, grad_OI: Tensor, damping: float) -> Tensor:
+    """Return ``(G + sqrt(damping)/pi I)^-1 grad (A + pi sqrt(damping) I)^-1`` of one block."""
     a, g = A.trace().item() / len(A), G.trace().item() / len(G)
     pi = (a / g) ** 0.5 if a > 0 and g > 0 else 1.0
     eye_A, eye_G = torch.eye(len(A), dtype=A.dtype), torch.eye(len(G), dtype=G.dtype)
-    if leaves_bias:
-        eye_A[-1, -1] = 0
     inv_A = torch.linalg.inv(A + pi * damping**0.5 * eye_A)
     inv_G = torch.linalg.inv(G + damping**0.5 / pi * eye_G)
     return inv_G @ grad_OI @ inv_A
@@ -634,12 +627,9 @@ class ReferenceKFAC:
         if s.curvature == "ekfac" and "moments" in self.running[name]:
             blocks = zip(self.factor(name, "moments"), *self.basis[name], grad, strict=True)
             return torch.stack([ekfac_precondition(*block, damping) for block in blocks])
+        solve = factored_precondition if s.solver == "cholesky" else dense_precondition
         blocks = zip(used["A"], used["G"], grad, strict=True)
-        if s.solver == "cholesky":
-            module = self.modules[name]
-            leaves = folds_bias(module) and len(layer_pieces(module, s.block_dim)["A"]) > 1
-            return torch.stack([factored_precondition(*block, damping, leaves_bias=leaves) for block in blocks])
-        return torch.stack([dense_precondition(*block, damping) for block in blocks])
+        return torch.stack([solve(*block, damping) for block in blocks])
 
     @torch.no_grad()
     def _sgd(self) -> None:

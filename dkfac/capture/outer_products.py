@@ -37,7 +37,7 @@ def input_sum(
     ``parts``: number of calls in the examples, which are summed separately: ``[parts * B, D, D]``.
     """
     reduce = settings.weight_sharing == "reduce"
-    if rows.image is not None and mask is None and not reduce and not as_rows and has_whole_channels(layer, factor):
+    if rows.image is not None and mask is None and not reduce and not as_rows and has_whole_channels(factor):
         module, image = cast(Conv, layer.module), _channels(layer, factor, rows.image)
         total = patches_gram(
             module, image, ones=factor.folds_bias, dtype=layer.dtype, parts=parts, pieces=factor.pieces
@@ -59,7 +59,7 @@ def input_sum(
         flat = torch.cat([flat, ones], dim=1)
         return flat if kept is None else flat * kept.reshape(-1, 1), count
     total = ops.gram(a, ones=factor.folds_bias, dtype=layer.dtype, weight=kept, parts=parts)
-    return ops.in_weight_order(total, _taps(layer, rows) if has_whole_channels(layer, factor) else 1), count
+    return ops.in_weight_order(total, _taps(layer, rows) if has_whole_channels(factor) else 1), count
 
 
 def _kept(layer: Layer, rows: Rows, mask: Tensor | None, settings: Settings) -> Tensor | None:
@@ -104,7 +104,7 @@ def input_rows(layer: Layer, factor: FactorSpec, rows: Rows) -> Tensor:
         is_dense = whole_key(factor.key) == "A" and factor.form == "dense"
         return in_pieces(layer, factor, rows.a) if is_dense else rows.a
     module = cast(Conv, layer.module)
-    if has_whole_channels(layer, factor):
+    if has_whole_channels(factor):
         return patches(module, _channels(layer, factor, rows.image), groups=factor.num_blocks)
     taps = _taps(layer, rows)
     by_tap = patches(module, rows.image, groups=module.groups)
@@ -120,9 +120,9 @@ def in_pieces(layer: Layer, factor: FactorSpec, rows: Tensor) -> Tensor:
     return torch.unflatten(rows[..., first : first + number], -1, (factor.pieces, -1)).flatten(2, 3)
 
 
-def has_whole_channels(layer: Layer, factor: FactorSpec) -> bool:
+def has_whole_channels(factor: FactorSpec) -> bool:
     """Whether the features of a convolution's input factor are whole channels, with all taps of the kernel."""
-    return factor.unit == math.prod(cast(Conv, layer.module).kernel_size) if layer.kind == "conv" else True
+    return (factor.dim - factor.folds_bias) % factor.unit == 0
 
 
 def _channels(layer: Layer, factor: FactorSpec, image: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def moment_sum(layer: Layer, rows: Rows, basis: dict[str, Eigen]) -> Tensor:
         side = regroup(side, rows.examples, layer.name).to(layer.dtype)
         vectors = basis[factor.key].vectors
         assert vectors is not None
-        taps = _taps(layer, rows) if is_own and has_whole_channels(layer, factor) else 1
+        taps = _taps(layer, rows) if is_own and has_whole_channels(factor) else 1
         turned = _turned(side, vectors.to(side), taps, folds_bias=factor.folds_bias)  # the model may have been moved
         (a if is_own else g).append(torch.unflatten(turned, 2, (blocks, -1)).flatten(3))
     if layer.has_bias and not layer.spec.factors[0].folds_bias:

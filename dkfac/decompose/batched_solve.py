@@ -35,7 +35,7 @@ def is_renewable(stack: Stack, states: dict[str, LayerState], settings: Settings
     """Whether a stack's decompositions can be updated in place: all exist, in the form that the solver produces."""
     if not (settings.improves_bases or settings.uses_inverses) or settings.measures_moments:
         return False
-    frozen_bias = any(layer.has_bias and not layer.bias_is_live for layer in stack.layers if not layer.is_norm)
+    frozen_bias = any(layer.has_bias and not layer.bias_is_live for layer in stack.layers)
     if frozen_bias or any(not states[layer.name].running for layer in stack.layers):
         return False
     if stack.layers[0].kind == "linear-map":

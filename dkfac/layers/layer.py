@@ -53,6 +53,11 @@ class Layer:
         return bias is not None and bias.requires_grad
 
     @property
+    def leaves_bias(self) -> bool:
+        """Whether A is cut, so that the bias is a piece of its own."""
+        return self.has_bias and self.spec.factors[0].key == "A" and self.spec.factors[0].whole_dim > 0
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of factors and of all arithmetic: the parameter's, but at least float32."""
         return torch.promote_types(self.weight.dtype, torch.float32)

@@ -44,7 +44,8 @@ class Costs:
 
     def precondition(self, layer: LayerSpec, solver: str = "eigen") -> float:
         passes = 2 if solver == "cholesky" else 4
-        dims = sum(factor.dim for factor in layer.factors if factor.form == "dense")
+        dense = [factor for factor in layer.factors if factor.form == "dense"]
+        dims = sum(f.pieces * f.dim**2 / f.whole_dim if f.whole_dim else f.dim for f in dense)
         return self.work("precondition", passes * layer.grad_elements * dims)
 
     def transfer(self, num_bytes: float) -> float:

@@ -21,7 +21,7 @@ class FactorSpec:
     pieces: int = 1
     """Number of diagonal blocks in which each block of a whole factor is kept. They are counted in ``num_blocks``."""
     unit: int = 1
-    """Number of features that are never separated: the taps of a convolution's kernel."""
+    """Number of features that stay in one piece if they fit: the taps of a convolution's kernel."""
     folds_bias: bool = False
     """Whether the last feature is the constant 1 of the bias."""
     whole_dim: int = 0
@@ -128,7 +128,7 @@ def _cut(factor: FactorSpec, block_dim: int) -> tuple[FactorSpec, ...]:
     dim = factor.dim - factor.folds_bias  # the bias is a piece of its own, whose A is the number 1
     unit = factor.unit if factor.unit <= block_dim else 1
     width, pieces, rest = equal_pieces(dim // unit, block_dim // unit)
-    last = replace(factor, key=f"{factor.key}_rest", dim=rest * unit, unit=unit, folds_bias=False, whole_dim=factor.dim)
+    last = replace(factor, key=f"{factor.key}_rest", dim=rest * unit, folds_bias=False, whole_dim=factor.dim)
     equal = replace(last, key=factor.key, dim=width * unit, num_blocks=pieces * factor.num_blocks, pieces=pieces)
     return (equal, last) if rest else (equal,)
 

@@ -27,7 +27,19 @@ def kronecker_updates(stack: Stack, states: dict[str, LayerState], grads: Tensor
     if bases:
         damping = stack_damping(stack, states, context.settings, context.step)
         return ops.precondition_eigen(grads, bases, damping=damping)
-    return ops.precondition_inverse(grads, {key: d for key, d in joined.items() if isinstance(d, Inverse)})
+    updates = ops.precondition_inverse(grads, {key: d for key, d in joined.items() if isinstance(d, Inverse)})
+    if stack.layers[0].leaves_bias:
+        means = {key: torch.cat([states[layer.name].means[key] for layer in stack.layers]) for key in ("A", "G")}
+        damping = stack_damping(stack, states, context.settings, context.step)
+        rows = updates.mT if stack.transposed else updates
+        rows[..., stack.sizes[0 if stack.transposed else 1] - 1].mul_(_bias_factor(means, damping))
+    return updates
+
+
+def _bias_factor(means: dict[str, Tensor], damping: Tensor | float) -> Tensor:
+    """Return the damped inverse ``[B, 1]`` of the A of a bias that is not part of A: the number 1."""
+    damping = damping.flatten() if isinstance(damping, Tensor) else damping
+    return (1 + ops.factored_damping(means, damping)["A"]).reciprocal()[:, None]
 
 
 def kronecker_update(layer: Layer, state: LayerState, grad: Tensor, context: StepContext) -> Tensor:
@@ -44,4 +56,7 @@ def kronecker_update(layer: Layer, state: LayerState, grad: Tensor, context: Ste
     inverses = {key: d for key, d in state.decompositions.items() if isinstance(d, Inverse)}
     if len(inverses) < len(state.decompositions):
         inverses = ops.as_inverses(state.decompositions, state.means, damping)
-    return ops.precondition_inverse(grad, inverses)
+    update = ops.precondition_inverse(grad, inverses)
+    if layer.leaves_bias:
+        update[..., -1].mul_(_bias_factor(state.means, damping))
+    return update

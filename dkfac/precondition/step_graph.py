@@ -226,7 +226,7 @@ class StepGraph:
         if settings.takes_steps:
             steps = self._adam.prepare(stacks, states, context, optimizer)
             return None if steps is None else bound + steps
-        if settings.damping_mode == "relative":
+        if settings.damping_mode == "relative" or settings.uses_inverses:  # a bias that A leaves out is damped by them
             bound += [mean for layer in layers for mean in states[layer.name].means.values()]
         return [*bound, layer_damping.damping_values(settings, context.step)]
 

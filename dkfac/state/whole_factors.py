@@ -10,6 +10,7 @@ was between pieces is not known.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from dkfac.factors.layer_state import rotate_moments
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Eigen
-from dkfac.plan.spec import FactorSpec, whole_key
+from dkfac.plan.spec import FactorSpec, cut_layer, whole_key
 from dkfac.state.checkpoint import EIGEN_FORM
 
 OF_DECOMPOSITIONS = ("decompositions", "means", "decomposed_at", "decomposed", "failures", "begun", "moments")
@@ -26,16 +27,22 @@ OF_DECOMPOSITIONS = ("decompositions", "means", "decomposed_at", "decomposed", "
 
 
 def to_pieces(saved: dict[str, Any], layers: dict[str, Layer], block_dim: int | None) -> dict[str, Any]:
-    """Return a state whose factors have the shapes of the layers' factors; itself if they already have."""
+    """Return a state whose factors have the shapes of the layers' factors; itself if they already have.
+
+    What changes follows from both numbers, not from the tensors: a rank's own state may have none of a layer, and all
+    ranks must do the same.
+    """
     found = saved.get("layers") if isinstance(saved, dict) else None
     if not isinstance(found, dict):
         return saved  # refused when it is read
-    changed = [name for name, layer in layers.items() if name in found and not _fits(found[name], layer)]
-    if not changed:
-        return saved
-    before = saved.get("block_dim") or None
+    number = saved.get("block_dim")  # 0 or, in states of before there were pieces, missing: whole factors
+    before = number if isinstance(number, int) and number > 0 else None
+    shapes = {name: (_shapes(layer, before), _shapes(layer, block_dim)) for name, layer in layers.items()}
+    changed = [name for name, (old, new) in shapes.items() if name in found and old != new]
+    if not changed or not all(_has(found[name], shapes[name][0]) for name in changed):
+        return saved  # of another model: refused when it is read
     for name in changed:
-        if not _is_whole(found[name], layers[name]):
+        if shapes[name][0] != _shapes(layers[name], None):
             raise ValueError(
                 f"the K-FAC state was saved with block_dim={before}, and this KFAC has block_dim={block_dim}: the "
                 f"pieces of layer {name!r} are different ones. Use block_dim={before}, or load the model alone and let "
@@ -45,29 +52,35 @@ def to_pieces(saved: dict[str, Any], layers: dict[str, Layer], block_dim: int | 
     return {**saved, "layers": {**found, **converted}, "begun_at": -1, "staleness": None}
 
 
-def _tensors(saved: Any) -> dict[str, Tensor]:
-    """Return a saved layer's running factors, by key."""
-    running = saved.get("running", {}) if isinstance(saved, dict) else {}
-    return {key: entry["value"] for key, entry in running.items() if isinstance(entry, dict) and "value" in entry}
+def _shapes(layer: Layer, block_dim: int | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the factors that a layer has with a ``block_dim``, by key."""
+    whole = [
+        replace(
+            factor, dim=factor.whole_dim, num_blocks=factor.grad_blocks, pieces=1, whole_dim=0,
+            folds_bias=factor.key == "A" and layer.has_bias,
+        ) if factor.whole_dim else factor
+        for factor in layer.spec.factors
+        if factor.key == whole_key(factor.key)
+    ]  # fmt: skip
+    spec = cut_layer(replace(layer.spec, factors=tuple(whole)), block_dim)
+    return {factor.key: factor.shape for factor in spec.factors}
 
 
-def _fits(saved: Any, layer: Layer) -> bool:
-    """Whether the factors that a layer cuts, or may have cut, have the shapes of the layer's own."""
-    shapes = {factor.key: factor.shape for factor in layer.spec.factors if whole_key(factor.key) in ("A", "G")}
-    found = {key: tuple(t.shape) for key, t in _tensors(saved).items() if whole_key(key) in ("A", "G")}
-    return all(shapes.get(key) == shape for key, shape in found.items())
-
-
-def _is_whole(saved: Any, layer: Layer) -> bool:
-    """Whether a layer's saved factors are whole ones."""
-    shapes = {factor.key: (factor.grad_blocks, factor.whole_dim or factor.dim) for factor in layer.spec.factors}
-    return all(tuple(t.shape[:2]) == shapes.get(key) for key, t in _tensors(saved).items())
+def _has(saved: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a saved layer's running factors, of which a rank may have none, have these shapes."""
+    running = saved.get("running", {}) if isinstance(saved, dict) else None
+    return isinstance(running, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("value"), Tensor)
+        and tuple(entry["value"].shape) == shapes.get(key)
+        for key, entry in running.items()
+    )
 
 
 def _cut(saved: dict[str, Any], layer: Layer) -> dict[str, Any]:
     running = {}
     for factor in layer.spec.factors:
-        entry = saved["running"].get(whole_key(factor.key))
+        entry = saved.get("running", {}).get(whole_key(factor.key))
         if entry is not None:
             running[factor.key] = entry | {"value": _diagonal_blocks(entry["value"], factor, layer)}
     kept: dict[str, Any] = {name: value for name, value in saved.items() if name not in OF_DECOMPOSITIONS}

@@ -524,12 +524,12 @@ def test_four_ranks_go_on_as_two(block_dim):
     assert_ranks([weights for weights, _ in on_threads(2, job, 2, 5, 10, saved)], one_process(block_dim, "eigen"))
 
 
-def part_of_a_run(rank, world_size, begin, end, saved, options):
+def part_of_a_run(rank, world_size, begin, end, saved, options, *, gather=True):
     """``helpers_parity.train`` from a step to another, with what was saved in between."""
     own = {key: value for key, value in options.items() if key not in ("net", "steps")}
     model = parity_build(options["net"])
     optimizer = torch.optim.SGD(model.parameters(), weight_decay=1e-3, **SGD)
-    kfac = KFAC(model, optimizer, strategy="sharded", **(EXACT | own))
+    kfac = KFAC(model, optimizer, **(EXACT | {"strategy": "sharded"} | own))
     parts = (model, optimizer, kfac)
     for own, state in zip(parts, saved, strict=False):
         own.load_state_dict(copy.deepcopy(state))
@@ -539,5 +539,55 @@ def part_of_a_run(rank, world_size, begin, end, saved, options):
         mean_loss(model(x), y).backward()
         average_in_one(model)
         optimizer.step()
-    states = [model.state_dict(), optimizer.state_dict(), kfac.state_dict(gather=True)]
+    states = [model.state_dict(), optimizer.state_dict(), kfac.state_dict(gather=gather)]
     return weights_of(model), copy.deepcopy(states)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "local", "mem-opt", "spd"])
+def test_each_ranks_own_state_loads_into_pieces_alike(strategy):
+    """A rank's own state has nothing of some layers. It must convert them all the same."""
+    options = on_ranks(ON_RANKS | {"solver": "eigen"})
+
+    def job(rank, begin, end, saved, block_dim, own):
+        mine = saved[rank] if saved else ()
+        return part_of_a_run(rank, 2, begin, end, mine, own | {"block_dim": block_dim}, gather=False)
+
+    own = options | {"strategy": strategy}
+    saved = [state for _, state in on_threads(2, job, 0, 5, None, None, own)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # spd: a rest has another owner than its factor had
+        found = [weights for weights, _ in on_threads(2, job, 5, 10, saved, 8, own)]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_state_of_another_model_is_not_said_to_have_another_block_dim():
+    saved = Run("eigen", 8).train(0, 3).saved()[2]
+    model = nn.Sequential(nn.Linear(80, 18), nn.Tanh(), nn.Linear(18, 17, bias=False), nn.Tanh(), nn.Linear(17, 9))
+    kfac = attach(model.double(), torch.optim.SGD(model.parameters(), **SGD), 8, **RESUMED)
+    with pytest.raises(ValueError, match=r"\[9, 8, 8\] in the state and \[10, 8, 8\] in the model"):
+        kfac.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("block_dim", [None, 4])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "warm-eigen"])
+@pytest.mark.parametrize("norm_form", ["unit", "full"])
+def test_a_bias_frozen_after_attach_counts_as_one_frozen_before(solver, norm_form, block_dim):
+    """Of layers that are cut, and of a norm layer, whose decompositions are improved in place."""
+    found = []
+    for before in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 9), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 6)).double()
+        biases = [model[i].bias for i in (0, 1, 3)]
+        for bias in biases:
+            bias.requires_grad_(not before)
+        optimizer = torch.optim.SGD(model.parameters(), **RATE)
+        attach(model, optimizer, block_dim, **(PLAIN | RHYTHM | KFACS | {"solver": solver, "norm_form": norm_form}))
+        for bias in biases:
+            bias.requires_grad_(False)
+        for step in range(STEPS):
+            x = torch.randn(24, 18, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            optimizer.zero_grad()
+            F.mse_loss(model(x[:, :12]), x[:, 12:]).backward()
+            optimizer.step()
+        found.append(model)
+    assert_weights(*found)

@@ -201,7 +201,7 @@ def test_the_first_linear_of_vgg16_has_an_input_factor_of_a_megabyte():
     [
         ({"flattened": {"3": 5}}, "12 inputs are not a map of 5 channels"),
         ({"flattened": {"9": 3}}, "no Linear layer of that name"),
-        ({"flattened": {"3": 3}, "solver": "cholesky"}, "damped by their eigenvalues"),
+        ({"flattened": {"3": 3}, "solver": "cholesky"}, "damping three factors needs their eigenvalues"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_hooked(options, message):

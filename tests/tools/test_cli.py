@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_a_users_own_model_is_built_without_memory_and_run_without_data(capsys, 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     assert main(["plan", "test_cli:small_model", "--ranks", "4", "--input", "16,3,8,8"]) == 0
     assert "test_cli:small_model on 4 ranks" in capsys.readouterr().out
+
+
+def wide_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(600, 1000), nn.ReLU(), nn.Linear(1000, 10))
+
+
+def test_a_users_own_model_is_planned_with_whole_factors_and_with_pieces_of_them(capsys, monkeypatch):
+    """Not with pieces of the pieces that KFAC's default has."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    assert main(["plan", "test_cli:wide_model", "--ranks", "4", "--input", "64,600", "--block-dim", "256"]) == 0
+    said = capsys.readouterr().out
+    assert "block_dim=256)" in said
+    more = re.search(r"without them, .* takes (.*) ms more", said)
+    assert more is not None
+    assert float(more[1]) > 1
 
 
 def test_positions_are_those_of_the_outputs():

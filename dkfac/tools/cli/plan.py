@@ -71,7 +71,8 @@ def _run(given: argparse.Namespace) -> int:
     check_counts(given)
     if given.top < 1:
         raise ValueError(f"--top {given.top}: must be 1 or more")
-    cluster, shapes, batch = read_cluster(given), read_shapes(given), read_batch(given)
+    cluster, batch = read_cluster(given), read_batch(given)
+    shapes = read_shapes(given, Settings(block_dim=None))  # the search cuts them
     choices = Choices(
         solver=given.solver, factor_interval=given.factor_interval, inverse_interval=given.inverse_interval
     )
@@ -126,7 +127,7 @@ def read_cluster(given: argparse.Namespace) -> Cluster:
     return cluster if given.gpus_per_node is None else cluster.with_hosts_of(given.gpus_per_node)
 
 
-def read_shapes(given: argparse.Namespace) -> list[Shape]:
+def read_shapes(given: argparse.Namespace, settings: Settings) -> list[Shape]:
     if given.model in MODELS:
         return list(MODELS[given.model]())
     if ":" not in given.model:
@@ -135,7 +136,7 @@ def read_shapes(given: argparse.Namespace) -> list[Shape]:
         raise ValueError(f"{given.model} needs --input, the shape of a batch, for example 128,3,224,224")
     from dkfac.tools.measure.model import shapes_of
 
-    shape, settings = parse_shape(given.input), Settings()
+    shape = parse_shape(given.input)
     model, layers, _ = read_model(given.model, settings)
     shapes = shapes_of(model, shape, settings, tokens=given.tokens)
     for line in not_called(layers, shapes):

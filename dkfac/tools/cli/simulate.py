@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from dkfac.config.settings import Solver, Strategy
+from dkfac.config.settings import Settings, Solver, Strategy
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import MODELS, work_of
 from dkfac.plan.search import predict
@@ -41,7 +41,7 @@ def add_simulate_command(commands: Any) -> None:
 
 def _run(given: argparse.Namespace) -> int:
     check_counts(given)
-    cluster, shapes = read_cluster(given), read_shapes(given)
+    cluster, shapes = read_cluster(given), read_shapes(given, Settings())
     work = work_of(shapes, read_batch(given), cluster.costs)
     choices = Choices(
         strategy=given.strategy, solver=given.solver, factor_interval=given.factor_interval,
