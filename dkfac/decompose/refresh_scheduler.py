@@ -7,7 +7,7 @@ A refresh that is spread over several steps runs, on a GPU, on its own stream du
 backward pass. Its results are used from that step on, on every device type.
 
 The device decides which new decompositions are valid and overwrites the old ones with those. The host reads these flags
-``PATIENCE`` steps later, when the copy has long completed; what failed then goes through the fallback ladder of
+``LOOK_AFTER_STEPS`` steps later, when the copy has long completed; what failed then goes through the fallback ladder of
 ``fallback.py``.
 """
 
@@ -202,8 +202,8 @@ class RefreshScheduler:
     def look(self, context: StepContext, states: dict[str, LayerState], *, all_of_it: bool = False) -> RefreshReport:
         """Read the outcome flags, count successes, and decompose what failed again with the fallback ladder.
 
-        Only reads flags that are ``PATIENCE`` steps old, or all of them with ``all_of_it``; synchronizes with their
-        events.
+        Only reads flags that are ``LOOK_AFTER_STEPS`` steps old, or all of them with ``all_of_it``; synchronizes with
+        their events.
         """
         report = RefreshReport()
         while self._pending:

@@ -591,3 +591,19 @@ def test_a_bias_frozen_after_attach_counts_as_one_frozen_before(solver, norm_for
             optimizer.step()
         found.append(model)
     assert_weights(*found)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+def test_damping_bounds_the_update_of_a_bias_that_is_a_piece_of_its_own(solver):
+    """With a tiny loss there is only damping: an update is at most the gradient divided by it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 10)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"curvature": "kfac", "damping": 1e-3, "rescale": "none", "block_dim": 16, "announce": False}
+    KFAC(model, optimizer, solver=solver, **options)
+    (0.01 * model(torch.randn(64, 40).double()).square().mean()).backward()
+    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        old, grad = before[name]
+        assert float((old - p.detach()).norm() / grad.norm()) <= 1000 * (1 + 1e-9), name

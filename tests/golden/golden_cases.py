@@ -236,6 +236,7 @@ case("left-layers", KFAC | {"max_dim": 20, "flattened": "off", "skip": ("0",)}, 
 case("flattened", RHYTHM | {"flattened": {"6": 6}, "solver": "warm-eigen"}, "14", net="vision")
 case("flattened-auto", KFAC | {"max_dim": 20, "max_failures": 3}, "14", net="vision")
 case("blocks", KFAC | {"block_dim": 3}, "14")
+case("blocks-graph", KFAC | {"block_dim": 3, "solver": "cholesky"}, "1g", net="alike")
 case("blocks-adaptive", WARM | {"block_dim": 3}, "14", optimizer="adamw")
 case("warmup", {"curvature": "kfac", "warmup_refresh": (2, 8), "factor_interval": 2, "inverse_interval": 6}, "14")
 case("warmup-growing", {"warmup_refresh": 1.6, "factor_interval": 1, "inverse_interval": 5}, "14", net="vision")
