@@ -6,10 +6,14 @@ blocks: the mean of the first ``--first`` steps, the mean of the later ones, and
 median one, without step 0 and without steps that captured a CUDA graph or compiled a kernel, which are listed apart.
 Extra memory is the peak of a run with K-FAC less the peak of a run without it, each alone on the device.
 
+``--path ranks`` takes the path of several ranks: a process group of one rank, NCCL on a GPU, that sends to itself what
+ranks send to each other.
+
 ``--device cpu --tiny`` is a smoke test of the script: small models, few steps, meaningless figures.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import traceback
@@ -132,11 +136,16 @@ def main() -> None:
     add("--tiny", action="store_true", help="small models and few steps, to try the script")
     add("--fused", action="store_true", help="fused optimizers, with and without K-FAC")
     add("--cases", help="separated by semicolons; default: all")
+    add("--path", choices=("one", "ranks"), default="one")
     add("--first", type=int, default=300)
     add("--later", type=int, default=200)
     add("--memory-steps", type=int, default=60)
     add("--out")
     args = parser.parse_args()
+    if args.path == "ranks":
+        os.environ |= {"DKFAC_LOOPBACK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        backend = "nccl" if torch.device(args.device).type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if args.tiny:
         args.first, args.later = min(args.first, 20), min(args.later, 20)
     chosen = list(LINES) if args.cases is None else [part.strip() for part in args.cases.split(";")]

@@ -18,15 +18,15 @@ from dkfac.capture.hooks import CaptureContext
 from dkfac.comm import groups, join
 from dkfac.comm.errors import ErrorChannel
 from dkfac.config import optimizer_rules
-from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import Settings
-from dkfac.layers.find import find_layers, unwrap
 from dkfac.plan.plan import Plan
-from dkfac.precondition import adam_eigen, trust_region
+from dkfac.precondition import trust_region
 from dkfac.runtime import attach, levenberg_marquardt, optimizer_hooks, quadratic, report
 from dkfac.runtime.engine import Engine
 from dkfac.runtime.notices import Notices
+from dkfac.runtime.optimizer_checkpoint import OptimizerCheckpoint
 from dkfac.runtime.report import Instruments
+from dkfac.runtime.scaler_search import ScalerSearch
 from dkfac.state import checkpoint, optimizer_state, restore, whole_factors
 from dkfac.workers.remote import Remote
 
@@ -40,8 +40,8 @@ class KFAC:
 
     Args:
         model: the model to train, possibly wrapped in DDP.
-        optimizer: the optimizer whose steps are preconditioned.
-        grad_scaler: the ``torch.amp.GradScaler`` of the training loop, if it uses one.
+        optimizer: the optimizer whose steps are preconditioned, possibly wrapped by Accelerate, Lightning or Fabric.
+        grad_scaler: the ``torch.amp.GradScaler``, if there is no optimizer; otherwise it is found at the first step.
         process_group: the ranks that train replicas of the model (default: the group of DDP, or all ranks).
         roles: the result of :func:`dkfac.roles`; the process group is then that of the gradient workers.
         settings: a :class:`Settings` object. Or pass its fields by name: ``KFAC(model, optimizer, damping=1e-3)``.
@@ -59,18 +59,12 @@ class KFAC:
         **options: Any,
     ) -> None:
         """Find the layers, register hooks on them and the optimizer, and print a one-line summary. Collective."""
-        attach.check_arguments(model, optimizer, grad_scaler)
-        self._process_group = process_group = attach.choose_group(model, process_group, roles)
-        world_size = groups.world_size(process_group)
-        self.settings = choose_settings(settings, options, model, optimizer, grad_scaler, world_size, roles)
-        self._model, self._optimizer = unwrap(model), optimizer
-        trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
-        self.layers, self.left = find_layers(self._model, self.settings, trained)
-        attach.check_layers(self.layers, self.left, attach.ATTACHED)
-        if self.settings.takes_steps:
-            adam_eigen.check_optimizer(optimizer, self.layers, self.settings.curvature)
+        found = attach.prepare_attachment(model, optimizer, grad_scaler, process_group, roles, settings, options)
+        self._process_group, self.settings, self.layers = found.process_group, found.settings, found.layers
+        self._model, self._optimizer, self.left = found.model, found.optimizer, found.left
+        optimizer, finds_scaler = found.optimizer, found.optimizer is not None and grad_scaler is None
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
-        transport = attach.connect(self.layers, self.settings, process_group)
+        transport = attach.connect(self.layers, self.settings, self._process_group)
         errors, is_alone = ErrorChannel(transport), not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
         self._collector = Collector(self.layers, self.settings, grad_scaler, **how)
@@ -78,22 +72,28 @@ class KFAC:
         self._engine = Engine(self.layers, self.settings, self._collector, notices, transport, errors, remote)
         measured = {name for name, p in self._engine.ranks.placements.items() if transport.rank in p.statistics}
         self._capture = CaptureContext(
-            self._collector, self.settings, has_scaler=grad_scaler is not None, measured=measured,
-            before_forward=None if is_alone else lambda: attach.check_join(self._join_config),
+            self._collector, self.settings, has_scaler=grad_scaler is not None, finds_scaler=finds_scaler,
+            measured=measured, before_forward=None if is_alone else lambda: attach.check_join(self._join_config),
         )  # fmt: skip
         self._join_config, self._closed = join.not_joined(), False
+        self._in_optimizer: OptimizerCheckpoint | None = None
         self._moves: dict[int, Tensor] = {}  # of quadratic_step: the last moves by id(parameter)
-        self._hooks = optimizer_hooks.OptimizerHooks(self._run, self._engine.share_weights)
+        search = ScalerSearch(self._capture, self._collector, self.settings) if finds_scaler else None
+        self._hooks = optimizer_hooks.OptimizerHooks(self._run, self._engine.share_weights, search)
         self._handles = self._capture.attach(self._model)
         if optimizer is not None:
-            self._handles += self._hooks.attach(optimizer)
+            save, states = self.state_dict if is_alone else None, lambda: (self._engine.states, self._engine.step)
+            args = (optimizer, self.layers, self.settings, states, save, self.load_state_dict)
+            self._in_optimizer = OptimizerCheckpoint(*args)
+            self._handles += [*self._in_optimizer.attach(), *self._hooks.attach(optimizer)]
             if transport.program.stage("weights"):
                 self._handles.append(optimizer.register_state_dict_pre_hook(report.warn_of_partial_optimizer))
         attach.ATTACHED.update({layer.module: ref(self) for layer in self.layers})
         self._plan_next()
         report.warn_of_left(self.left)
         if self.settings.announce and transport.rank == 0:
-            print(report.announcement(self.layers, self.left, self.settings, optimizer, self.plan), file=sys.stderr)
+            text = report.announcement(self.layers, self.left, self.settings, optimizer, self.plan)
+            sys.stderr.write(f"{text}\n")  # one write: other ranks write to the same terminal
 
     @property
     def plan(self) -> Plan:
@@ -157,10 +157,10 @@ class KFAC:
     def factors(self) -> dict[str, dict[str, Tensor]]:
         """Return the running factors that this rank holds, as ``{layer: {key: tensor}}``.
 
-        A tensor is ``[blocks, d, d]``, or ``[blocks, d]`` if diagonal; a single block is squeezed. Under
-        torch.distributed, each rank holds the factors that it decomposes.
+        A tensor is ``[blocks, d, d]``, or ``[blocks, d]`` if diagonal; a single block is squeezed. Blocks of attention
+        are ``attn.in_proj.q``, ``.k``, ``.v``. Under torch.distributed, each rank holds the factors that it decomposes.
         """
-        return {name: state.factors() for name, state in self._engine.states.items()}
+        return self._engine.factors()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last step as floats, for any logger. Synchronizes with the device."""
@@ -193,6 +193,8 @@ class KFAC:
             gather: collect the state on rank 0; other ranks return an empty dict. All ranks must call it.
         """
         engine = self._engine
+        if self._in_optimizer is not None:
+            self._in_optimizer.note_saved()
         engine.settle()
         counters = {**engine.metrics.counters, "abandoned": self._collector.num_abandoned}
         state = checkpoint.save(
@@ -231,6 +233,9 @@ class KFAC:
     def close(self) -> None:
         """Remove all hooks. The optimizer then steps on raw gradients again."""
         self._hooks.give_back()
+        is_shared = any(len(p.preconditioned_by) < self.plan.world_size for p in self.plan.placements)
+        if self._in_optimizer is not None and not self._closed and not is_shared:  # otherwise ranks would diverge
+            self._in_optimizer.hand_over()
         self._engine.close()
         for handle in self._handles:
             handle.remove()
@@ -274,7 +279,6 @@ class KFAC:
         """Run K-FAC's part of a step, independent of the loop's autocast context."""
         if self._closed:
             raise RuntimeError("this KFAC is closed: it has no statistics to precondition with")
-        optimizer_hooks.check_scaler(self._optimizer, has_scaler=self._capture.has_scaler)
         groups.check_world(self.plan.world_size, self._process_group)
         needs_rates = self.settings.rescale in trust_region.HELD and not self.settings.takes_steps
         rates = optimizer_hooks.learning_rates(self._optimizer, self._model.parameters(), lr) if needs_rates else {}

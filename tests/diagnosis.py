@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = {"cli", "recipes", "report_page", "measure", "charts", "tools"}  # everything else is the library
+TOOLS = {
+    "cli",
+    "recipes",
+    "report_page",
+    "measure",
+    "charts",
+    "tools",
+    "integrations",
+}  # everything else is the library
 WHOLE = {"Runner", "KFAC", "Engine"}  # classes that hold everything: what takes one may depend on anything
 TRANSPORTS = {"exchange", "transport"}  # what moves tensors between ranks; None where there is one
 RANK_COUNTS = {"world_size", "get_world_size", "num_ranks", "world"}
@@ -31,7 +39,17 @@ NAMED = {
     "curvature": {"kfac", "ekfac", "adam-eigen", "adaptive"},
     "solver": {"eigen", "cholesky", "warm-eigen"},
     # Without "norm", which is also a value of the setting `rescale`.
-    "layer_kind": {"linear", "linear-map", "conv", "conv1d-transposed", "embedding", "norm-unit", "norm-joint"},
+    "layer_kind": {
+        "linear",
+        "linear-map",
+        "conv",
+        "conv-transposed",
+        "conv1d-transposed",
+        "attention",
+        "embedding",
+        "norm-unit",
+        "norm-joint",
+    },
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Trees = dict[str, ast.Module]  # path below the package -> syntax tree

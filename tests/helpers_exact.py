@@ -105,6 +105,15 @@ LAYERS = {
     "conv2d-groups": lambda: (nn.Conv2d(4, 6, 2, groups=2), randn(3, 4, 3, 4)),
     "conv2d-depthwise": lambda: (nn.Conv2d(3, 6, 2, groups=3, bias=False), randn(3, 3, 3, 4)),
     "conv2d-folded": lambda: (Folded(nn.Conv2d(2, 3, 2)), randn(3, 2, 2, 3, 4)),
+    "conv-transpose-1d": lambda: (nn.ConvTranspose1d(3, 2, 4, stride=3, padding=1, output_padding=2), randn(3, 3, 4)),
+    "conv-transpose-2d": lambda: (
+        nn.ConvTranspose2d(2, 3, (2, 3), stride=(2, 1), padding=(0, 1), dilation=(1, 2), output_padding=(1, 0)),
+        randn(3, 2, 3, 4),
+    ),
+    "conv-transpose-2d-cropped": lambda: (nn.ConvTranspose2d(2, 3, 2, stride=2, padding=2), randn(3, 2, 4, 4)),
+    "conv-transpose-2d-no-bias": lambda: (nn.ConvTranspose2d(2, 3, 3, stride=2, bias=False), randn(3, 2, 2, 3)),
+    "conv-transpose-2d-folded": lambda: (Folded(nn.ConvTranspose2d(2, 3, 2)), randn(3, 2, 2, 3, 2)),
+    "conv-transpose-3d": lambda: (nn.ConvTranspose3d(2, 2, (2, 1, 3), stride=(1, 2, 1)), randn(2, 2, 2, 2, 2)),
     "conv3d": lambda: (nn.Conv3d(2, 2, (2, 1, 3), stride=(1, 2, 1), padding=(1, 0, 1)), randn(2, 2, 3, 2, 4)),
 }
 NORMS = {

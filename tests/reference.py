@@ -21,6 +21,7 @@ from torch import Tensor, nn
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 Form = Literal["unit", "full", "diagonal"]
 
 
@@ -121,11 +122,31 @@ def _patches(module, x: Tensor, positions) -> Tensor:
     return torch.stack(rows, dim=1)
 
 
+def _sources(module, x: Tensor, positions) -> Tensor:
+    """Return ``[1, S, C * kernel]``: the pixel of each input channel that each tap of a transposed kernel brings to an
+    output position; zero where there is none."""
+    rows = []
+    for image in x:
+        for position in itertools.product(*(range(size) for size in positions)):
+            seen = []  # one [C] vector per tap
+            for tap in itertools.product(*(range(size) for size in module.kernel_size)):
+                place, is_inside = [], True
+                for d, (p, k) in enumerate(zip(position, tap, strict=True)):
+                    away = p + module.padding[d] - k * module.dilation[d]
+                    is_inside &= away % module.stride[d] == 0 and 0 <= away // module.stride[d] < image.shape[1 + d]
+                    place.append(away // module.stride[d])
+                seen.append(image[(slice(None), *place)] if is_inside else torch.zeros_like(image.flatten(1)[:, 0]))
+            rows.append(torch.stack(seen, dim=1).reshape(-1))
+    return torch.stack(rows)[None]
+
+
 def rows(module: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``(a_rows [B, S, I], g_rows [B, S, O])`` of one call on one example."""
     if isinstance(module, CONVOLUTIONS):
         a_rows = _patches(module, x, g.shape[2:])
         g_rows = g.movedim(1, -1).reshape(-1, module.groups, g.shape[1] // module.groups).movedim(0, 1)
+    elif isinstance(module, TRANSPOSED):
+        a_rows, g_rows = _sources(module, x, g.shape[2:]), g.movedim(1, -1).reshape(1, -1, g.shape[1])
     elif isinstance(module, nn.Embedding):
         kept = [s for s, token in enumerate(x.flatten().tolist()) if token != module.padding_idx]
         a_rows = F.one_hot(x.flatten()[kept], module.num_embeddings).to(g.dtype)[None]
@@ -150,6 +171,7 @@ def gradient_blocks(module: nn.Module) -> Tensor:
         parts = [module.weight.grad, *([module.bias.grad] if folds_bias(module) else [])]
         return torch.cat([part.flatten() for part in parts])
     weight = module.weight.grad.T if _is_transposed(module) else module.weight.grad
+    weight = weight.transpose(0, 1) if isinstance(module, TRANSPOSED) else weight
     blocks = getattr(module, "groups", 1)
     matrix = weight.reshape(blocks, weight.shape[0] // blocks, -1)
     if folds_bias(module):
@@ -166,6 +188,8 @@ def set_gradient_blocks(module: nn.Module, matrix: Tensor) -> None:
     else:
         weight, bias = matrix, None
     weight = weight[0].T if _is_transposed(module) else weight
+    if isinstance(module, TRANSPOSED):
+        weight = weight.reshape(module.weight.transpose(0, 1).shape).transpose(0, 1)
     module.weight.grad = weight.reshape(module.weight.shape).clone()
     if folds_bias(module):
         module.bias.grad = bias.reshape(module.bias.shape).clone()
@@ -243,6 +267,7 @@ def layer_pieces(module: nn.Module, block_dim: int | None) -> dict[str, list[int
     A folded bias counts where a factor is compared with ``block_dim``. If A is cut it is the last piece, of width 1.
     """
     weight = module.weight.T if _is_transposed(module) else module.weight
+    weight = weight.transpose(0, 1) if isinstance(module, TRANSPOSED) else weight
     out, inputs = weight.shape[0] // getattr(module, "groups", 1), weight[0].numel()
     bias = int(folds_bias(module))
     result = {"A": [inputs + bias], "G": [out]}

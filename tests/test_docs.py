@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import doctest
+import importlib
 import importlib.util
 import io
 import json
@@ -12,6 +13,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +76,17 @@ def stand_ins() -> dict[str, object]:
     return {"torch": torch, "dkfac": dkfac, "model": MyModel(), **names}
 
 
+def can_run(block: Block) -> bool:
+    """Whether a block is to be run, and the package that it needs, if any, can be imported."""
+    if not block.mark.startswith("needs: "):
+        return not block.mark.startswith("not run: ")
+    try:
+        importlib.import_module(block.mark.removeprefix("needs: "))
+    except ImportError:
+        return False
+    return True
+
+
 def run_code(page: Path, folder: Path, *, looks: bool = True) -> int:
     """Run a page's Python, all in one namespace, as if it stood in ``folder``; returns how many blocks ran.
 
@@ -84,10 +97,12 @@ def run_code(page: Path, folder: Path, *, looks: bool = True) -> int:
     os.chdir(folder)
     try:
         for block in blocks(page):
-            if block.kind == "python" and not block.mark.startswith("not run: "):
+            if block.kind == "python" and can_run(block):
                 said = io.StringIO()
                 code = compile("\n" * block.line + block.text, str(page), "exec")
-                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+                    if block.mark.startswith("needs: "):
+                        warnings.simplefilter("ignore")  # the other package's own
                     exec(code, namespace)
                 printed, number = said.getvalue(), number + 1
             elif block.mark == "output" and looks:

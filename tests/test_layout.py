@@ -26,6 +26,7 @@ LEVELS = (
     ("state", "workers", "experimental"),
     ("runtime",),
     ("kfac",),
+    ("integrations",),
     ("tools",),
 )
 """A package may import itself and what stands above it in this list."""

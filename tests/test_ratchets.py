@@ -10,8 +10,8 @@ import dkfac
 
 RATCHETS = {
     "flat_modules": 2,
-    "flat_modules_lines": 440,
-    "library_lines": 16541,
+    "flat_modules_lines": 443,
+    "library_lines": 18302,
     "files_over_300_lines": 0,
     "modules_in_cycles": 0,
     "largest_cycle": 0,
@@ -20,19 +20,19 @@ RATCHETS = {
     "files_with_takers": 0,
     "reaches_into_everything": 0,
     "attributes_reached": 0,
-    "writes_to_parameters": 23,
+    "writes_to_parameters": 21,
     "exchange_is_none": 0,
-    "branches_on_ranks": 10,
+    "branches_on_ranks": 7,
     "repeated_names_library": 0,
-    "repeated_names": 0,
+    "repeated_names": 1,  # KFACCallback, of huggingface and of lightning
     "files_naming_a_curvature": 12,
     "files_naming_a_solver": 15,
-    "files_naming_a_layer_kind": 13,
+    "files_naming_a_layer_kind": 12,
     "settings_fields": 36,
-    "private_reaches": 124,
+    "private_reaches": 122,
     "private_reach_files": 38,
-    "step_files": 55,
-    "step_functions": 236,
+    "step_files": 54,
+    "step_functions": 240,
     "step_switches": 516,
 }
 """Figure -> the largest value allowed."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dkfac.capture.deferred_products import DeferredProducts
 from dkfac.capture.outer_products import add_products, moment_sum
-from dkfac.capture.passes import BackwardPasses, accumulator, here, reaches
+from dkfac.capture.passes import BackwardPasses, EarlyReduction, accumulator, here, reaches
 from dkfac.capture.statistics import BatchStatistics, LayerSums, Terms, Window
 from dkfac.capture.timing import StageTimer
 from dkfac.config.settings import Settings
@@ -29,23 +29,12 @@ TIMED = 8
 """On CUDA, after this many measured steps only one in this many is timed: events around each call cost host time."""
 
 
+Blocks = tuple[tuple[Tensor, Tensor], ...]
+"""Input and output gradient of blocks of a layer."""
+
+
 def _raise(error: BaseException) -> NoReturn:
     raise error
-
-
-class EarlyReduction(Protocol):
-    """Sums factors and launches their reductions while forward and backward run."""
-
-    active: bool
-
-    @property
-    def has_inputs(self) -> bool: ...
-    def begin_forward(self) -> None: ...
-    def measure_input(self, layer: Layer, x: Tensor, output: Tensor, examples: int) -> None: ...
-    def take_input(self, name: str) -> tuple[Tensor, Tensor | float] | None: ...
-    def note_recorded(self, layer: Layer, *, called_again: bool) -> None: ...
-    def reset(self) -> None: ...
-    def end(self) -> None: ...
 
 
 class Collector(BackwardPasses):
@@ -61,9 +50,9 @@ class Collector(BackwardPasses):
         decides_alone: bool = True,
         keep_error: Callable[[BaseException], None] = _raise,
     ) -> None:
-        """``decides_alone``: whether this rank alone decides which layers lose their moments; several ranks decide that
-        together. ``keep_error``: receives an error of the capture, to be raised in the step, where other ranks learn of
-        it."""
+        """``decides_alone``: whether this rank alone decides which layers lose their moments, and whether a step is
+        measured; several ranks decide that together. ``keep_error``: receives an error of the capture, to be raised in
+        the step, where other ranks learn of it."""
         super().__init__(layers, settings, scaler)
         self.bases: dict[str, dict[str, Eigen]] = {}
         """EKFAC: current eigenbases of the layers whose moments are measured."""
@@ -87,6 +76,7 @@ class Collector(BackwardPasses):
         kinds = settings.weight_sharing, settings.fisher, settings.measures_moments
         self._is_plain, self._is_exact = kinds == ("expand", "empirical", False), settings.fisher != "empirical"
         self._num_windows = 0
+        self._has_postponed = False
 
     def set_terms(self, number: Tensor | float, mask: Tensor | None) -> None:
         """Set the number of loss terms, and the mask of positions, that the next measured pass averages over."""
@@ -136,6 +126,18 @@ class Collector(BackwardPasses):
         what = f"the input or the gradient of layer {name!r} was changed in place after its backward"
         warnings.warn(f"{what}: this step's statistics are dropped, later calls summed at once", stacklevel=2)
 
+    def postpone(self, index: int) -> None:
+        """Drop this step's statistics: a layer is differentiated twice, and its gradient's gradient is not the
+        loss's."""
+        if not self._has_postponed:
+            warnings.warn(
+                f"layer {self.layers[index].name!r} is differentiated twice (create_graph=True): K-FAC cannot tell the "
+                f"gradient's gradient from the loss's, so it measures in the next step instead. If every step is like "
+                f"this one (gradient penalties, physics-informed networks), its layers stay with the optimizer",
+                stacklevel=2,
+            )
+        self._has_postponed = self.window.is_postponed = True
+
     def guarded(self, function: Callable[[], None]) -> None:
         """Call ``function``; keep an exception for the step, where other ranks learn of it."""
         try:
@@ -145,25 +147,30 @@ class Collector(BackwardPasses):
 
     def record(
         self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, *, at_once: bool = False,
-        source: int = -1,
+        source: int = -1, more: Blocks = (),
     ) -> None:  # fmt: skip
         """Record one call of a layer; called from inside its backward. ``sizes``: numbers of examples and loss terms.
 
         ``x`` may still be part of the autograd graph: detaching it would cost the host more than all the rest.
 
         ``at_once``: do not defer, because the tensors' memory is reused afterwards, as in compiled code. ``source``:
-        the number that identifies the input.
+        the number that identifies the input. ``more``: input and gradient of each further block of the layer, if they
+        have an input each.
         """
         self.defers = not at_once
         try:
-            self._record(index, x, g, sizes, batch_stats, source)
+            self._record(index, x, g, sizes, batch_stats, source, more)
         except Exception as error:
             self._keep_error(error)
 
-    def _record(self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, source: int) -> None:
+    def _record(
+        self, index: int, x: Tensor, g: Tensor, sizes: tuple[int, int], batch_stats: bool, source: int, more: Blocks
+    ) -> None:
         layer, exact = self.layers[index], self._is_exact
-        if self._task == -1:
+        if self.task == -1:
             self.enter()
+        if self.window.is_postponed:
+            return
         if (exact and self.column is None) or (not exact and not self._reaches(layer, index)):
             return
         examples, terms = sizes
@@ -186,7 +193,7 @@ class Collector(BackwardPasses):
             sums.called_again |= call == sums.last_call
             sums.last_call = call
             sums.calls += 1
-            may_defer = not isinstance(weight, Tensor) and self._may_defer(name)
+            may_defer = not more and not isinstance(weight, Tensor) and self._may_defer(name)
             if may_defer and self.deferred.add(index, sums, x, g, examples, float(weight), self.sample, source):
                 return
         batch_dim = self.settings.batch_dim
@@ -196,12 +203,27 @@ class Collector(BackwardPasses):
             if early is not None:
                 sums.add("A", early[0])
                 sums.rows = sums.rows + early[1]
+            if layer.block is not None:
+                sums.add_blocks(self._blocks(layer.block, ((x, g), *more), examples, weight))
+                return
             for rows in rows_of(
                 layer, x, g, examples=examples, batch_dim=batch_dim, batch_stats=batch_stats, sample=self.sample
             ):
                 self._add(layer, sums, rows, weight, has_input=early is not None)
         if self.overlap is not None:
             self.overlap.note_recorded(layer, called_again=sums.called_again)
+
+    def _blocks(self, block: Layer, calls: Blocks, examples: int, weight: Tensor | float) -> list[LayerSums]:
+        """Return the sums of each block of a layer. One that has the input of the block before it has the same A."""
+        found: list[LayerSums] = []
+        for i, (x, g) in enumerate(calls):
+            sums, is_same = LayerSums(), i > 0 and x is calls[i - 1][0]
+            for rows in rows_of(
+                block, x, g, examples=examples, batch_dim=self.settings.batch_dim, batch_stats=False, sample=self.sample
+            ):
+                self._add(block, sums, rows, weight, has_input=is_same)
+            found.append(sums if not is_same else sums.with_inputs_of(found[-1]))
+        return found
 
     def _reaches(self, layer: Layer, index: int) -> bool:
         """Return whether this pass computes a layer's gradient. Finding the node is slow, so it is cached."""
@@ -229,7 +251,7 @@ class Collector(BackwardPasses):
         """Return the statistics measured since the last call and start a new window."""
         self.guarded(self.deferred.flush)
         window, correction = self.window, self.grad_correction()
-        self.window, self._task = Window(), -1
+        self.window, self.task = Window(), -1
         self._num_passes_without_step = 0
         self._num_windows += 1
         timed = self._num_windows % TIMED == 0
@@ -237,8 +259,11 @@ class Collector(BackwardPasses):
         if self.overlap is not None:
             self.overlap.end()
         by_terms = self.settings.accumulate == "terms" and self.settings.fisher == "empirical"
-        layers, called = ({}, set[str]()) if window.is_spoilt else (window.layers, window.called)
-        return BatchStatistics(layers, window.terms, window.num_passes, correction, called, by_terms)
+        is_lost = window.is_spoilt or window.is_postponed
+        layers, called = ({}, set[str]()) if is_lost else (window.layers, window.called)
+        # Several ranks would have to agree: there the next step that measures is the next one that is due.
+        moves = window.is_postponed and self._decides_alone
+        return BatchStatistics(layers, window.terms, window.num_passes, correction, called, by_terms, moves)
 
     def _add(self, layer: Layer, sums: LayerSums, rows: Rows, weight: Tensor | float, *, has_input: bool) -> None:
         weight = weight * rows.ratio

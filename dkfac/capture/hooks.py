@@ -13,23 +13,27 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from dkfac.capture import fisher
 from dkfac.capture.collector import Collector
-from dkfac.capture.nodes import COLLECTORS, Capture, Handover, Output, Watch, keeper
+from dkfac.capture.functional import ApplierHook
+from dkfac.capture.nodes import COLLECTORS, Capture, Handover, OutputHook, Watch, keeper
+from dkfac.capture.traceless import CaptureHook, hide_hooks
 from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
 from dkfac.layers.norm import uses_batch_stats
+from dkfac.layers.uses import appliers, callable_parts, is_called
+from dkfac.ops.torch_private import (
+    current_graph_task_id,
+    functorch_is_active,
+    preserve_version_counter,
+    top_saved_tensors_hooks,
+)
 
 _HANDLES, _INPUTS = itertools.count(), itertools.count()
 
 
 class CaptureContext:
-    """State shared by the hooks of one attachment: the sizes of the current forward, and whether to measure.
-
-    A deep copy or a pickle of a model carries an inert context: the copy trains without K-FAC.
-    """
+    """State shared by the hooks of one attachment: the sizes of the current forward, and whether to measure."""
 
     def __init__(
         self,
@@ -37,16 +41,19 @@ class CaptureContext:
         settings: Settings,
         *,
         has_scaler: bool,
+        finds_scaler: bool = False,
         measured: set[str] | None = None,
         before_forward: Callable[[], None] | None = None,
     ) -> None:
-        """``measured``: layers that this rank measures; None: all. ``before_forward``: called before the model's
-        forward."""
+        """``finds_scaler``: whether a scaler is looked for at the optimizer's step. ``measured``: layers that this rank
+        measures; None: all. ``before_forward``: called before the model's forward."""
         self.measuring = True
         self.batch_dim = settings.batch_dim
-        self.loss_terms = settings.loss_terms
+        self.loss_terms: str | int = settings.loss_terms
         self.fisher_loss = settings.fisher_loss if settings.fisher != "empirical" else None
-        self.has_scaler = has_scaler
+        self.has_scaler, self._finds_scaler = has_scaler, finds_scaler
+        self.half: str | None = None
+        """A layer that ran in float16 under autocast while no scaler was known."""
         self.measured = {layer.name for layer in collector.layers} if measured is None else measured
         self.before_forward = before_forward
         self.handle = next(_HANDLES)
@@ -57,6 +64,10 @@ class CaptureContext:
         self.examples = -1
         self.terms = -1
         """Numbers of examples and of loss terms in the current forward of the model; -1: unknown."""
+        self.in_model = False
+        """Whether the forward of the model itself is running."""
+        self.counted_by: object = None
+        """The hook whose call was counted last."""
         self.sizes: Tensor | None = None
         """The same as a tensor, for a compiled block inside an eager forward: numbers would specialize its graph. A
         compiled forward derives them from shapes instead, where creating a tensor would add CPU work."""
@@ -68,57 +79,78 @@ class CaptureContext:
             self._last = (ref(x), version, next(_INPUTS))
         return self._last[2]
 
+    def use_scaler(self) -> None:
+        """Note that the scaler is known by now."""
+        self.has_scaler, self.half = True, None
+
+    def note_half(self, name: str) -> None:
+        """Note a layer that ran in float16 although no scaler is known; raise if none will be looked for."""
+        self.half = self.half or name
+        if not self._finds_scaler:
+            raise RuntimeError(half_error(name))
+
     def begin_step(self, *, measuring: bool) -> None:
         """Reset between steps: the sizes of the last forward do not apply to the next."""
-        self.measuring = measuring
+        self.measuring, self.in_model, self.counted_by = measuring, False, None
         self.sizes, self.examples, self.terms = None, -1, -1
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Register hooks on the model and its layers; returns the handles that remove them."""
         assert self.collector is not None
-        handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self), with_kwargs=True)]
+        counting = EntryHook(self, is_model=True)
+        handles: list[Any] = [model.register_forward_pre_hook(counting, with_kwargs=True)]
+        handles.append(model.register_forward_hook(counting, with_kwargs=True))
+        parts, own = set(callable_parts(model)), {layer.module for layer in self.collector.layers}
+        for part in parts - own:
+            if not own.isdisjoint(part.modules()):
+                handles.append(part.register_forward_pre_hook(EntryHook(self), with_kwargs=True))
+        hooks: dict[int, LayerHook] = {}
         for index, layer in enumerate(self.collector.layers):
             if layer.name not in self.measured:
                 continue
-            hook = LayerHook(self, index, layer)
+            hook = hooks[index] = LayerHook(self, index, layer, is_part=layer.module in parts)
             # Runs before all other hooks: one that changes the output would change what its gradient refers to.
-            handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+            if is_called(layer.module, layer.use):
+                handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        layers = self.collector.layers
+        for module, found in appliers(model, [(index, layers[index].module) for index in hooks]):
+            applier = ApplierHook(self, [(layers[index], hooks[index]) for index in found])
+            handles.append(module.register_forward_pre_hook(applier))
+            handles.append(module.register_forward_hook(applier, prepend=True, always_call=True))
         if self.fisher_loss is not None:
-            handles.append(model.register_forward_hook(OutputHook(self)))
-        return handles
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CaptureContext:
-        return inert_context()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (inert_context, ())
+            handles.append(model.register_forward_hook(OutputHook(self, self.fisher_loss)))
+        return handles + hide_hooks(model.modules())
 
 
-def inert_context() -> CaptureContext:
-    """Return a context that measures nothing."""
-    context = CaptureContext.__new__(CaptureContext)
-    context.measuring = False
-    context.collector = None
-    context.before_forward = None
-    return context
+class EntryHook(CaptureHook):
+    """Determines the numbers of examples and of loss terms, before the outermost call that has a hook.
 
+    That is the model's, or that of a part of it (``callable_parts``) if the training loop calls parts: as
+    ``agent.get_value(x)`` calls ``agent.critic``, or a Lightning module its encoder and its head.
+    """
 
-class ModelHook:
-    """Pre-hook of the model's forward: determines the numbers of examples and of loss terms."""
+    def __init__(self, context: CaptureContext, *, is_model: bool = False) -> None:
+        self.context, self.is_model = context, is_model
 
-    def __init__(self, context: CaptureContext) -> None:
-        self.context = context
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        """Called before the forward; of the model also after it, with its output."""
         context = self.context
         if not context.measuring or not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling() and context.collector is not None:
-            context.collector.outside()
+            outside = current_graph_task_id() == -1
+            if output or (not self.is_model and (context.in_model or not outside)):
+                context.in_model = context.in_model and not output
+                return
+            context.in_model, context.counted_by = self.is_model and outside, self
+            if context.collector.task != -1:
+                context.collector.outside()
             if context.before_forward is not None:
                 context.before_forward()
             if context.collector.overlap is not None:
                 context.collector.overlap.begin_forward()
+        elif output or not self.is_model:
+            return
         first = _first_tensor((args, kwargs))
         if first is None or first.ndim <= context.batch_dim:
             if isinstance(context.loss_terms, int) and not torch.compiler.is_compiling():
@@ -139,15 +171,19 @@ class ModelHook:
         context.sizes = None if compiling else torch.tensor([examples, terms], device="cpu")
 
 
-class LayerHook:
+class LayerHook(CaptureHook):
     """Forward hook of a layer: attaches the capture to its output if a gradient will arrive."""
 
-    def __init__(self, context: CaptureContext, index: int, layer: Layer) -> None:
+    def __init__(self, context: CaptureContext, index: int, layer: Layer, *, is_part: bool) -> None:
+        """``is_part``: whether the training loop may call the layer by itself, instead of the model."""
         self.context = context
+        self.is_part, self.entry = is_part, EntryHook(context)
         self.index = index
         self.name = layer.name
         self.casts = not layer.is_norm
         """Whether autocast may run the layer in a lower precision than its input's."""
+        self.taken: Callable[[], Tensor | None] | None = None
+        """The last output that was captured where a function computed it."""
         module: Any = layer.module
         self.is_conv = layer.kind == "conv"
         self.is_shared = not self.is_conv or set(module.kernel_size) == {1}
@@ -159,30 +195,19 @@ class LayerHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         context = self.context
-        if not context.measuring:
+        if not context.measuring or (self.taken is not None and self.taken() is output):
             return None
         if not torch.compiler.is_compiling() and context.collector is not None:
-            if torch._C._are_functorch_transforms_active():
+            if functorch_is_active():
                 return None
-            if torch._C._current_graph_task_id() != -1:
+            if current_graph_task_id() != -1:
                 context.collector.enter()
+            if not context.in_model and (self.is_part or context.counted_by in (None, self.entry)):
+                self.entry(module, args, kwargs)
             if self.is_plain and self._hand_over(module, args, kwargs, output):
                 return None
-        if not output.requires_grad or not _weight(module).requires_grad:
+        if not self.watches(_weight(module), output):
             return None
-        if (
-            context.sizes is None and context.terms < 0
-        ):  # test the tensor first: a compiled block must not guard on the number
-            raise RuntimeError(
-                f"layer {self.name!r} ran, but the number of examples is unknown: the model that K-FAC was attached to "
-                f"was not called itself (attach K-FAC to the module that you call), or it got no tensor with a "
-                f"dimension {context.batch_dim} (set batch_dim, or loss_terms to the number of terms of your loss)"
-            )
-        if output.dtype == torch.float16 and not context.has_scaler and _weight(module).dtype != torch.float16:
-            raise RuntimeError(
-                f"layer {self.name!r} runs in float16 under autocast: pass KFAC(..., grad_scaler=scaler), so that "
-                f"the loss scale does not enter the statistics"
-            )
         x = args[0] if args else next(iter(kwargs.values()))
         x, batch_stats = x.detach(), uses_batch_stats(module)
         if self.casts and x.is_floating_point() and x.dtype != output.dtype:
@@ -195,9 +220,31 @@ class LayerHook:
             )
         if context.collector is not None and context.collector.overlap is not None:
             context.collector.overlap.measure_input(context.collector.layers[self.index], x, output, context.examples)
-        with _unsafe_preserve_version_counter(output):  # the value is unchanged: saved tensors stay valid
+        with preserve_version_counter(output):  # the value is unchanged: saved tensors stay valid
             call = (context.handle, self.index, (context.examples, context.terms), batch_stats)
             return Watch.apply(output, x, call)  # type: ignore[no-untyped-call]
+
+    def watches(self, weight: Tensor, output: Tensor, module: nn.Module | None = None, x: Tensor | None = None) -> bool:
+        """Return whether a call is captured; raises if it cannot be. ``module`` and ``x``: of a call that no hook of a
+        module has seen."""
+        context = self.context
+        if module is not None and context.collector is not None and not torch.compiler.is_compiling():
+            if current_graph_task_id() != -1:
+                context.collector.enter()
+            if not context.in_model and context.counted_by in (None, self.entry):
+                self.entry(module, (x,), {})
+        if not output.requires_grad or not weight.requires_grad:
+            return False
+        if (
+            context.sizes is None and context.terms < 0
+        ):  # test the tensor first: a compiled block must not guard on the number
+            raise RuntimeError(
+                f"layer {self.name!r} ran, but the number of examples is unknown: the outermost call got no tensor "
+                f"with a dimension {context.batch_dim} (set batch_dim, or loss_terms to the number of the loss's terms)"
+            )
+        if output.dtype == torch.float16 and not context.has_scaler and weight.dtype != torch.float16:
+            context.note_half(self.name)
+        return True
 
     def _hand_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> bool:
         """Register a pre-hook on the output's own autograd node, which saves the input; return False if it cannot.
@@ -210,7 +257,7 @@ class LayerHook:
             return False
         if output.dtype is torch.float16 and not context.has_scaler and weight.dtype is not torch.float16:
             return False
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if top_saved_tensors_hooks(True) is not None:
             return False  # hooks for saved tensors, as in checkpointing, may unpack them only once
         shape, number = None, -1
         if self.is_shared:
@@ -225,30 +272,11 @@ class LayerHook:
         return True
 
 
-class OutputHook:
-    """Forward hook of the model, exact and sampled Fisher only: runs their passes when the loss's gradient arrives."""
-
-    def __init__(self, context: CaptureContext) -> None:
-        self.context = context
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self.context.measuring:
-            return None
-        loss = self.context.fisher_loss
-        assert loss is not None
-        if torch.compiler.is_compiling():
-            raise RuntimeError('fisher="exact" and "sampled" run extra backward passes, not with torch.compile')
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            if isinstance(output, Tensor):
-                return None
-            what = type(output).__name__
-            raise TypeError(f'fisher="exact" and "sampled" need a model that returns one tensor, not {what}')
-        by_token = self.context.loss_terms == "token"
-        fisher.check_output(output, loss, by_token=by_token)
-        with _unsafe_preserve_version_counter(output):  # the value is unchanged: saved tensors stay valid
-            return Output.apply(  # type: ignore[no-untyped-call]
-                output, self.context.handle, loss, self.context.terms, by_token
-            )
+def half_error(name: str) -> str:
+    return (
+        f"layer {name!r} runs in float16 under autocast: pass KFAC(..., grad_scaler=scaler), so that the loss scale "
+        f"does not enter the statistics"
+    )
 
 
 def _first_tensor(value: Any) -> Tensor | None:

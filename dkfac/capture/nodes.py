@@ -9,19 +9,21 @@ of activation checkpointing need no special case.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from dkfac.capture import fisher
 from dkfac.capture.collector import Collector
+from dkfac.capture.traceless import CaptureHook
 from dkfac.config.settings import FisherLoss
+from dkfac.ops.torch_private import current_autograd_node, preserve_version_counter
 
 COLLECTORS: WeakValueDictionary[int, Collector] = WeakValueDictionary()
-_TOKEN = torch.zeros(1)
+TOKEN = torch.zeros(1)
 """The operation below declares that it mutates this tensor, so that compilers keep every call of it. It is on the CPU,
 which also keeps the operation, whose Python must run each time, out of CUDA graphs."""
 
@@ -40,7 +42,7 @@ def _record(
 ) -> None:
     collector = COLLECTORS.get(handle)
     if collector is not None:
-        collector.record(index, x, g, _numbers(sizes, examples, terms), batch_stats, at_once=True)
+        collector.record(index, x, g, numbers_of(sizes, examples, terms), batch_stats, at_once=True)
 
 
 @_record.register_fake
@@ -82,7 +84,7 @@ class Capture(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, sizes = ctx.saved_tensors
         examples, terms, handle, index, batch_stats = ctx.call
-        torch.ops.dkfac.record(x, g, _TOKEN, sizes, examples, terms, handle, index, batch_stats)
+        torch.ops.dkfac.record(x, g, TOKEN, sizes, examples, terms, handle, index, batch_stats)
         return g, None, None, None, None, None, None, None
 
 
@@ -124,20 +126,19 @@ class Handover:
         if collector is None or g is None:  # g is None if a later autograd.Function returns None
             return
         if torch.is_grad_enabled():
-            _refuse_second_order(collector, self._index)
-        node: Any = torch._C._current_autograd_node()  # not stored here: the node refers to this hook
+            collector.postpone(self._index)
+            return
+        node: Any = current_autograd_node()  # not stored here: the node refers to this hook
         x = node._saved_input if shape is None else getattr(node, _KEPT[type(node).__name__])
         if shape is not None and x.ndim != len(shape):  # the node saved the input flattened to rows
             x, g = x.view(shape), g.reshape(*shape[:-1], g.shape[-1])
         collector.record(self._index, x, g, self._sizes, False, source=self._input)
 
 
-def _refuse_second_order(collector: Collector, index: int) -> None:
-    raise RuntimeError(
-        f"layer {collector.layers[index].name!r} is differentiated twice (create_graph=True): dkfac cannot tell the "
-        f"gradient's gradient from the loss's. Detach K-FAC for such losses (gradient penalties, physics-informed "
-        f"networks)."
-    )
+def keep(ctx: Any, call: tuple[Any, ...], *tensors: Tensor | None) -> None:
+    """Keep what the backward of a node needs: numbers, and tensors, which checkpointing may drop and compute again."""
+    ctx.save_for_backward(*tensors)
+    ctx.call = call
 
 
 class Watch(torch.autograd.Function):
@@ -148,8 +149,7 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, call: tuple[int, int, tuple[int, int], bool]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.call = call
+        keep(ctx, call, x)
         ctx.mark_dirty(y)
         return y
 
@@ -158,9 +158,9 @@ class Watch(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         handle, index, sizes, batch_stats = ctx.call
         collector = COLLECTORS.get(handle)
-        if collector is not None:
-            if torch.is_grad_enabled():
-                _refuse_second_order(collector, index)
+        if collector is not None and torch.is_grad_enabled():
+            collector.postpone(index)
+        elif collector is not None:
             collector.record(index, x, g, sizes, batch_stats)
         return g, None, None
 
@@ -170,8 +170,7 @@ class Output(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, handle: int, loss: FisherLoss, terms: int, by_token: bool) -> Tensor:
-        ctx.save_for_backward(y.detach().clone())
-        ctx.call = (handle, loss, terms, by_token)
+        keep(ctx, (handle, loss, terms, by_token), y.detach().clone())
         ctx.mark_dirty(y)
         return y
 
@@ -186,7 +185,41 @@ class Output(torch.autograd.Function):
         return g, None, None, None, None
 
 
-def _numbers(sizes: Tensor | None, examples: int, terms: int) -> tuple[int, int]:
+class ForwardSizes(Protocol):
+    """The forward whose output is watched."""
+
+    measuring: bool
+    handle: int
+    terms: int
+    loss_terms: str | int
+
+
+class OutputHook(CaptureHook):
+    """Forward hook of the model, exact and sampled Fisher only: runs their passes when the loss's gradient arrives."""
+
+    def __init__(self, forward: ForwardSizes, loss: FisherLoss) -> None:
+        self.forward, self.loss = forward, loss
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.forward.measuring:
+            return None
+        if torch.compiler.is_compiling():
+            raise RuntimeError('fisher="exact" and "sampled" run extra backward passes, not with torch.compile')
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            if isinstance(output, Tensor):
+                return None
+            what = type(output).__name__
+            raise TypeError(f'fisher="exact" and "sampled" need a model that returns one tensor, not {what}')
+        by_token = self.forward.loss_terms == "token"
+        fisher.check_output(output, self.loss, by_token=by_token)
+        with preserve_version_counter(output):  # the value is unchanged: saved tensors stay valid
+            return Output.apply(  # type: ignore[no-untyped-call]
+                output, self.forward.handle, self.loss, self.forward.terms, by_token
+            )
+
+
+def numbers_of(sizes: Tensor | None, examples: int, terms: int) -> tuple[int, int]:
+    """Return the numbers of examples and of loss terms, from ``sizes`` if it is given."""
     if sizes is not None:
         examples, terms = sizes.tolist()  # a CPU tensor: no synchronization
     return examples, terms

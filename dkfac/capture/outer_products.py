@@ -38,7 +38,7 @@ def input_sum(
     """
     reduce = settings.weight_sharing == "reduce"
     if rows.image is not None and mask is None and not reduce and not as_rows and has_whole_channels(factor):
-        module, image = cast(Conv, layer.module), _channels(layer, factor, rows.image)
+        module, image = cast(Conv, layer.conv), _channels(layer, factor, rows.image)
         total = patches_gram(
             module, image, ones=factor.folds_bias, dtype=layer.dtype, parts=parts, pieces=factor.pieces
         )
@@ -103,7 +103,7 @@ def input_rows(layer: Layer, factor: FactorSpec, rows: Rows) -> Tensor:
         assert rows.a is not None
         is_dense = whole_key(factor.key) == "A" and factor.form == "dense"
         return in_pieces(layer, factor, rows.a) if is_dense else rows.a
-    module = cast(Conv, layer.module)
+    module = cast(Conv, layer.conv)
     if has_whole_channels(factor):
         return patches(module, _channels(layer, factor, rows.image), groups=factor.num_blocks)
     taps = _taps(layer, rows)
@@ -128,11 +128,11 @@ def has_whole_channels(factor: FactorSpec) -> bool:
 def _channels(layer: Layer, factor: FactorSpec, image: Tensor) -> Tensor:
     """Return the channels of an input that belong to a factor."""
     number = (factor.pieces * factor.dim - factor.folds_bias) // factor.unit
-    return channels_of(cast(Conv, layer.module), image, layer.spec.first_feature(factor.key) // factor.unit, number)
+    return channels_of(cast(Conv, layer.conv), image, layer.spec.first_feature(factor.key) // factor.unit, number)
 
 
 def _taps(layer: Layer, rows: Rows) -> int:
-    return 1 if rows.image is None else math.prod(cast(Conv, layer.module).kernel_size)
+    return 1 if rows.image is None else math.prod(cast(Conv, layer.conv).kernel_size)
 
 
 def gradient_sum(

@@ -10,19 +10,41 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from dkfac.capture.statistics import Terms, Window
 from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
+from dkfac.ops.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    ForceDispatchKeyGuard,
+    current_graph_task_id,
+    engine_callback,
+    will_engine_execute_node,
+)
 
-_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+_NO_KEYS = DispatchKeySet(DispatchKey.Undefined)
 NEVER_STEPPED = 500
 """Number of backward passes without a step after which a warning is issued."""
+
+
+class EarlyReduction(Protocol):
+    """Sums factors and launches their reductions while forward and backward run."""
+
+    active: bool
+
+    @property
+    def has_inputs(self) -> bool: ...
+    def begin_forward(self) -> None: ...
+    def measure_input(self, layer: Layer, x: Tensor, output: Tensor, examples: int) -> None: ...
+    def take_input(self, name: str) -> tuple[Tensor, Tensor | float] | None: ...
+    def note_recorded(self, layer: Layer, *, called_again: bool) -> None: ...
+    def reset(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class BackwardPasses:
@@ -37,9 +59,15 @@ class BackwardPasses:
         self.pending_terms: Terms | None = None
         self.terms: Terms | None = None
         self._lock = threading.RLock()
-        self._task = -1
+        self.task = -1
+        """The outermost backward pass that is running, by its number in autograd's engine; -1: none."""
         self._counted = False
         self._num_passes_without_step = 0
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Undo the loss scale of this ``GradScaler``, which was found to step the optimizer."""
+        self.scaler = scaler
+        self.window.scaler_epoch = self._epoch()
 
     def finish_pass(self) -> None:
         """Sum what is still deferred when a pass ends."""
@@ -81,17 +109,17 @@ class BackwardPasses:
         Reentrant checkpointing, and the exact Fisher, run backward passes inside a backward pass. The outer one is seen
         first: it recomputes the forward, or runs the hook, that starts the inner one.
         """
-        task = torch._C._current_graph_task_id()
-        if self._task == -1 and task != -1:
+        task = current_graph_task_id()
+        if self.task == -1 and task != -1:
             with self._lock:
                 self._enter(task)
 
     def _enter(self, task: int) -> None:
-        if self._task != -1:
+        if self.task != -1:
             return
-        self._task, self._counted = task, False
+        self.task, self._counted = task, False
         self.terms = None
-        torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+        engine_callback(self.leave)
         self.drop_void()
         self.window.scaler_epoch = self._epoch()
 
@@ -107,7 +135,7 @@ class BackwardPasses:
         return getattr(self.scaler, "_per_optimizer_states", None)
 
     def leave(self) -> None:
-        self._task = -1
+        self.task = -1
         try:
             self.finish_pass()
         except Exception:
@@ -124,8 +152,8 @@ class BackwardPasses:
 
     def outside(self) -> None:
         """Note a forward outside any backward pass: a pass that has not ended by then was aborted by an exception."""
-        if self._task != -1 and torch._C._current_graph_task_id() == -1:
-            self._task = -1
+        if self.task != -1 and current_graph_task_id() == -1:
+            self.task = -1
             self.discard()
 
     def begin_pass(self, terms: float) -> None:
@@ -182,12 +210,12 @@ def reaches(weight: Tensor, node: Any = None) -> bool:
     if not weight.requires_grad:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(accumulator(weight) if node is None else node))
+        return bool(will_engine_execute_node(accumulator(weight) if node is None else node))
     except RuntimeError:  # raised in autograd.grad if the weight is one of its inputs
         return True
 
 
 def accumulator(weight: Tensor) -> Any:
     """Return the node that accumulates the gradient of a leaf tensor."""
-    with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):  # a compiled backward runs this below the autograd keys
+    with ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):  # a compiled backward runs this below the autograd keys
         return get_gradient_edge(weight).node

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from dkfac.plan.spec import is_input
 
 
 @dataclass(slots=True)
@@ -34,6 +37,27 @@ class LayerSums:
         else:
             _add(self.factors, key, value)
 
+    def with_inputs_of(self, other: LayerSums) -> LayerSums:
+        """Return these sums with the sums over inputs of another block, which had the same input."""
+        self.rows = other.rows
+        for mine, theirs in ((self.factors, other.factors), (self.spreads, other.spreads)):
+            mine.update({key: value for key, value in theirs.items() if is_input(key)})
+        return self
+
+    def add_blocks(self, blocks: list[LayerSums]) -> None:
+        """Add sums over calls of each block of a layer. Blocks may have different numbers of rows: their sums over
+        inputs are scaled to the number of the first, which divides them all."""
+        for mine, name in ((self.factors, "factors"), (self.spreads, "spreads")):
+            for key in getattr(blocks[0], name):
+                parts = [getattr(block, name)[key] for block in blocks]
+                if is_input(key):
+                    parts = [
+                        part if block.rows is blocks[0].rows else part * (blocks[0].rows / block.rows)
+                        for part, block in zip(parts, blocks, strict=True)
+                    ]
+                _add(mine, key, torch.cat(parts))
+        self.rows = self.rows + blocks[0].rows
+
     def add_spread(self, key: str, value: Tensor) -> None:
         _add(self.spreads, key, value)
 
@@ -58,6 +82,8 @@ class BatchStatistics:
     """Layers that ran, including those with no factor due."""
     by_terms: bool
     """Whether the loss was summed over the step's terms and divided by their number."""
+    is_postponed: bool = False
+    """Whether nothing was measured because the step differentiates twice."""
 
 
 @dataclass(slots=True)
@@ -79,5 +105,7 @@ class Window:
     scaler_epoch: object = None
     is_spoilt: bool = False
     """Whether part of it was lost, so that none of it may be used."""
+    is_postponed: bool = False
+    """Whether a pass was part of a graph that is differentiated again (``create_graph=True``)."""
     filled: bool = False
     """Whether the last pass left gradients on the weights, as ``backward()`` does and ``autograd.grad`` does not."""

@@ -17,12 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dkfac.ops.torch_private import default_store
 from dkfac.plan.plan import Ranks
+
+
+def is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def world_size(group: Any = None) -> int:
     """Return the number of ranks; 1 where torch.distributed is not in use."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if is_joined() else 1
 
 
 def check_world(planned: int, process_group: Any) -> None:
@@ -74,7 +79,7 @@ def patience(parent: Any = None) -> datetime.timedelta | None:
 
 def store() -> Any:
     """Return the key-value store of the default group."""
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 class Groups:

@@ -80,3 +80,13 @@ def rules(optimizer: Any) -> dict[int, Rule]:
         )
         found |= {id(p): rule for p in group["params"]}
     return found
+
+
+def rules_of_steps(settings: Settings, optimizer: Any) -> dict[int, Rule]:
+    """Return the rules if K-FAC takes the steps itself, with one state for each layer; otherwise none."""
+    return rules(optimizer) if settings.takes_steps and optimizer is not None else {}
+
+
+def share_state(one: Rule, other: Rule) -> bool:
+    """Whether two parameters can have one state: all is equal but learning rates and weight decay."""
+    return (one.betas, one.eps, one.sign, one.nesterov) == (other.betas, other.eps, other.sign, other.nesterov)

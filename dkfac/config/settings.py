@@ -146,7 +146,7 @@ class Settings(Meaning):
         "factors are measured on that fraction", low=0, open_low=True, high=1, open_high=False)
     spread_refresh: int = row.integer(
         1, 1, "decomposition",
-        "One process: spread a refresh over this many steps, some layers at each, instead of one step. With the "
+        "Spread a refresh over this many steps, some layers at each, instead of one step. With the "
         'solvers `"cholesky"` and `"warm-eigen"`, a new decomposition is used from the next step on, so a GPU can '
         "compute it concurrently with that step.",
         _STEPS)
@@ -164,9 +164,11 @@ class Settings(Meaning):
         "`inverse_lag`.")
     cuda_graph: bool = row.flag(
         False, "step",
-        "One process on a GPU: replay the computation of ordinary steps from a CUDA graph, which saves kernel launches "
-        "and takes up to three times the memory of the gradients. If you do not set it, KFAC uses it for up to 268 "
-        'million parameters, unless steps differ: scheduled damping, `staleness`, `solver="eigen"` or KL clipping.')
+        "On a GPU: replay the computation of ordinary steps from a CUDA graph, which saves kernel launches and takes "
+        "up to three times the memory of the gradients. With several ranks: under strategies in which every rank "
+        'preconditions every layer (`"comm-opt"`, `"replicated"`). If you do not set it, KFAC uses it on one process '
+        "for up to 268 million parameters, unless steps differ: scheduled damping, `staleness`, "
+        '`solver="eigen"` or KL clipping.')
     norm_form: NormForm = row.choice(
         "off", NormForm, "statistics",
         'Curvature of norm layers: a 2x2 block per channel (`"unit"`), or left to the optimizer (`"off"`).',

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dkfac.config.step_context import StepContext
 from dkfac.decompose import layer_factors
-from dkfac.decompose.batched_solve import in_bytes
 from dkfac.decompose.refresh_sync import Found
 from dkfac.factors.layer_state import LayerState
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops.batches import in_bytes
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors
 from dkfac.ops.precision import tf32
 from dkfac.ops.together import renewed

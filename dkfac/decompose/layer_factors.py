@@ -14,7 +14,17 @@ from torch import Tensor
 from dkfac.config.settings import Settings
 from dkfac.decompose.fallback import Outcome, refresh
 from dkfac.decompose.layer_damping import damping_of
-from dkfac.factors.layer_state import LayerState, carry_moments, mean_of_live, share_of_mean, silence_bias
+from dkfac.factors.layer_state import (
+    Average,
+    LayerState,
+    carried,
+    change_basis,
+    mean_of_live,
+    rotate_moments,
+    rotations,
+    share_of_mean,
+    silence_bias,
+)
 from dkfac.layers.layer import Layer
 from dkfac.ops import precondition as ops
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, stored
@@ -88,11 +98,16 @@ def adopt(
     state.decomposed_at = step
     if state.moments is not None and any(outcomes[key] not in ("kept", "raw") for key in found):
         new_basis = state.basis()
-        is_adams = state.momentum is not None  # which continues in the basis of the weights if there is no other
-        if is_adams or (old_basis is not None and new_basis is not None):
-            state.moments.value = carry_moments(state.moments, state.momentum, old_basis, new_basis)
-        else:
-            state.moments = None
+        turns, value = rotations(old_basis, new_basis, layer.dtype), None
+        if state.momentum is not None:  # steps are taken in the basis of the weights if there is no other
+            if state.momentum_is_rotated:
+                state.momentum.value = ops.multiply(state.momentum.value, turns)
+            mean = state.momentum.mean()
+            mean = mean if state.momentum_is_rotated else change_basis(mean, None, new_basis)
+            value = carried(state.moments.value, mean.square() * state.moments.weight, turns)
+        elif old_basis is not None and new_basis is not None:
+            value = rotate_moments(state.moments.value, turns)
+        state.moments = None if value is None else Average(value, state.moments.weight)
 
 
 def is_ready(layer: Layer, state: LayerState) -> bool:

@@ -1,14 +1,14 @@
-"""Refresh whole stacks without synchronizing with the device.
+"""Decide which layers are decomposed at which step, and update decompositions without waiting for the device.
 
-Input: the running factors of one process. Output: decompositions, overwritten in place, and a report of their outcomes.
-Owns: the slices of the refresh in progress and the flags that are being copied from the device.
+Input: running factors. Output: decompositions, updated in place, and a report of their outcomes. Owns: the slices of
+the refresh in progress, and the flags that are being copied from the device.
 
-A refresh that is spread over several steps runs, on a GPU, on its own stream during the next step's forward and
-backward pass. Its results are used from that step on, on every device type.
+A refresh that is spread over several steps decomposes some layers after each of them. With one process and a GPU, it
+does so on a stream of its own, during the next step's forward and backward pass. The results are used from the next
+step on, on every device type and any number of ranks.
 
-The device decides which new decompositions are valid and overwrites the old ones with those. The host reads these flags
-``LOOK_AFTER_STEPS`` steps later, when the copy has long completed; what failed then goes through the fallback ladder of
-``fallback.py``.
+The device decides which new decompositions are valid (``renewal.py``). The host reads these flags ``LOOK_AFTER_STEPS``
+steps later, when the copy has long completed; what failed then goes through the fallback ladder of ``fallback.py``.
 """
 
 from __future__ import annotations
@@ -17,51 +17,64 @@ import contextlib
 import functools
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from dkfac.capture.timing import StageTimer
-from dkfac.config.step_context import StepContext
+from dkfac.comm.transport import Transport
+from dkfac.config.settings import SCHEDULES
+from dkfac.config.step_context import FactorName, StepContext
 from dkfac.decompose import layer_damping, layer_factors
-from dkfac.decompose.batched_solve import TF32_KEY, StackSlice, is_renewable, solve_in_place
-from dkfac.decompose.fallback import Outcome
+from dkfac.decompose.refresh_sync import check_schedules
+from dkfac.decompose.renewal import Flags, factors_of, may_renew, renew
 from dkfac.decompose.report import RefreshReport
 from dkfac.factors.layer_state import LayerState
-from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer
+from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops import decompose
-from dkfac.ops.decompose import Decomposition
 from dkfac.ops.graph_cache import GraphedFunction, GraphPool, own_stream
+from dkfac.ops.host_copy import HostCopy
 from dkfac.ops.precision import tf32
+from dkfac.plan.spec import FactorSpec, LayerSpec
 
 LOOK_AFTER_STEPS = 2
 
 
-def cut(stacks: list[Stack], num_slices: int) -> list[list[StackSlice]]:
-    """Partition the layers into slices of about equal cost, keeping the layers of one stack adjacent."""
-    costs = [_cost(stack) for stack in stacks]
-    total = sum(begin + each * stack.num_layers for (begin, each), stack in zip(costs, stacks, strict=True))
-    slices: list[list[StackSlice]] = [[] for _ in range(num_slices)]
+def cut(layers: list[LayerSpec], num_slices: int) -> list[list[int]]:
+    """Partition layers into slices of about equal cost, as lists of indices; layers of equal shape stay adjacent."""
+    alike: dict[tuple[FactorSpec, ...], list[int]] = {}
+    for i, layer in enumerate(layers):
+        alike.setdefault(layer.factors, []).append(i)
+    costs = {factors: _cost(factors) for factors in alike}
+    total = sum(costs[factors][0] + costs[factors][1] * len(found) for factors, found in alike.items())
+    slices: list[list[int]] = [[] for _ in range(num_slices)]
     done = 0.0
-    for (begin, each), stack in zip(costs, stacks, strict=True):
+    for factors, found in alike.items():
+        begin, each = costs[factors]
         done += begin / 2
-        for i in range(stack.num_layers):
-            parts = slices[min(num_slices - 1, int((done + each / 2) / total * num_slices))]
-            if parts and parts[-1][0] is stack:
-                parts[-1] = (stack, parts[-1][1], i + 1)
-            else:
-                parts.append((stack, i, i + 1))
+        for i in found:
+            slices[min(num_slices - 1, int((done + each / 2) / total * num_slices))].append(i)
             done += each
         done += begin / 2
     return slices
 
 
-def _cost(stack: Stack) -> tuple[float, float]:
-    """Return the approximate milliseconds on a GPU: the fixed cost of a stack, and the cost of each of its layers."""
-    dense = [factor for factor in stack.layers[0].spec.factors if factor.form == "dense"]
+def _cost(factors: tuple[FactorSpec, ...]) -> tuple[float, float]:
+    """Return the approximate milliseconds on a GPU: the fixed cost of a shape, and the cost of each of its layers."""
+    dense = [factor for factor in factors if factor.form == "dense"]
     begin = sum(0.4 * math.ceil(factor.dim / decompose.LEAF) for factor in dense)
     return 0.05 + begin, sum(8e-11 * f.num_blocks * f.dim**3 for f in dense) + 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PendingFlags:
+    """The flags of a renewal that the host has not read yet."""
+
+    step: int
+    layers: list[Layer]
+    flags: HostCopy
+    error: BaseException | None
 
 
 class RefreshScheduler:
@@ -69,25 +82,26 @@ class RefreshScheduler:
 
     def __init__(self, timer: StageTimer) -> None:
         self._timer = timer
-        self._graphs: dict[tuple[tuple[int, int, int], ...], GraphedFunction] = {}
+        self._graphs: dict[tuple[str, ...], GraphedFunction] = {}
         self._pool = GraphPool(own_stream=True)
         self._steps: list[int] = []
-        self._slices: list[list[StackSlice]] = []
+        self._slices: list[list[int]] = []
         self._begin, self._end, self._since, self._counted = 0, -1, 0, False
         """The refresh in progress: the steps that carry it out, the slice of each, its first step, the step after its
         last, the step at which it was due, and whether it has been counted."""
-        self._due: list[StackSlice] = []
-        """The slice to decompose at the end of the step, once the step no longer reads the old decompositions."""
+        self._due: list[Layer] = []
+        """The layers to decompose at the end of the step, once the step no longer reads the old decompositions."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: list[tuple[torch.device, torch.cuda.Event]] = []
-        self._pending: deque[tuple[int, list[tuple[Layer, str]], Tensor, torch.cuda.Event | None]] = deque()
+        self._pending: deque[PendingFlags] = deque()
 
     def run(
         self,
         context: StepContext,
-        stacks: list[Stack],
+        ranks: RankPlan,
         states: dict[str, LayerState],
         new: set[str],
+        transport: Transport,
         *,
         use_graphs: bool,
     ) -> tuple[set[str], RefreshReport]:
@@ -96,55 +110,58 @@ class RefreshScheduler:
         ``new`` are the layers that have no decomposition yet. If ``spread_refresh > 1``, the slice is only selected
         here, and ``launch`` decomposes it.
         """
-        step, settings = context.step, context.settings
-        report = self.look(context, states)
+        step, settings, report = context.step, context.settings, RefreshReport()
         if not self._begin <= step < self._end:
             self._steps, self._end = settings.refresh_steps(step)
-            self._begin, self._slices = step, cut(stacks, len(self._steps))
+            self._begin, self._slices = step, cut([layer.spec for layer in ranks.layers], len(self._steps))
             self._since = next(n for n in range(step, -1, -1) if settings.rhythm(n)[1])
             self._counted = any(state.decomposed_at >= self._since for state in states.values())
         if step not in self._steps:
             return set(), report
         slice_now = self._steps.index(step)
-        parts, careful = [], set()
-        for stack, begin, end in self._slices[slice_now]:
-            if all(states[la.name].decomposed_at >= self._since for la in stack.layers[begin:end]):
+        chosen, careful, in_place = list[Layer](), set[str](), may_renew(settings)
+        for layer in [ranks.layers[i] for i in self._slices[slice_now]]:
+            state = states[layer.name]
+            if state.decomposed_at >= self._since:
                 continue  # already decomposed since this refresh was due: it was the layer's first decomposition
-            is_old = new.isdisjoint(layer.name for layer in stack.layers)
-            if is_old and is_renewable(stack, states, settings):
-                parts.append((stack, begin, end))
+            if in_place and layer.name not in new and layer_factors.is_ready(layer, state):
+                chosen.append(layer)
             else:
-                careful |= {layer.name for layer in stack.layers[begin:end]}
+                careful.add(layer.name)
         if settings.spread_refresh == 1:
-            report.add(self._launch(parts, context, states, use_graphs=use_graphs))
+            self._renew(chosen, context, ranks, states, transport, use_graphs=use_graphs)
         else:
-            self._due = parts
-        if not self._counted and (parts or careful - new):
+            self._due = chosen
+        if not self._counted and (chosen or careful - new):
             report.refreshed = self._counted = True
         if slice_now == 0 and not careful:
             report.dominated_share = 0.0
         return careful, report
 
-    def launch(self, context: StepContext, states: dict[str, LayerState], *, use_graphs: bool) -> RefreshReport:
-        """Launch the selected slice with the current running factors. The results are used from the next step on."""
+    def launch(
+        self,
+        context: StepContext,
+        ranks: RankPlan,
+        states: dict[str, LayerState],
+        transport: Transport,
+        *,
+        use_graphs: bool,
+    ) -> None:
+        """Decompose the selected layers with the current running factors. The results are used from the next step on.
+        Collective."""
         due, self._due = self._due, []
-        report = RefreshReport()
-        for device in {stack.device for stack, _, _ in due}:
-            parts = [part for part in due if part[0].device == device]
-            if device.type != "cuda":
-                report.add(self._launch(parts, context, states, use_graphs=use_graphs))
-                continue
-            if device not in self._streams:
-                self._streams[device] = own_stream(device)
-            stream = self._streams[device]
-            for stack, _, _ in parts:  # allocate the shared tensors on the current stream, which keeps using them
-                for key in stack.decompositions(states) or {}:
-                    stack.running(states, key)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream), self._timer.stage("decompose", device), tf32(False, device):
-                report.add(self._launch(parts, context, states, use_graphs=use_graphs))
-            self._running.append((device, stream.record_event()))
-        return report
+        if not due:
+            return
+        device = due[0].weight.device
+        if device.type != "cuda" or transport.program.transfers or len({la.weight.device for la in due}) > 1:
+            with self._timer.stage("decompose", device), tf32(False, device):
+                self._renew(due, context, ranks, states, transport, use_graphs=use_graphs)
+            return
+        stream = self._streams.setdefault(device, own_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), self._timer.stage("decompose", device), tf32(False, device):
+            self._renew(due, context, ranks, states, transport, use_graphs=use_graphs)
+        self._running.append((device, stream.record_event()))
 
     def join(self) -> None:
         """Make the current streams wait for the slice that was launched last. Does not block the host."""
@@ -156,73 +173,65 @@ class RefreshScheduler:
         with contextlib.suppress(Exception):  # the tensors it writes to, or the device, may be gone at interpreter exit
             self.join()
 
-    def _launch(
-        self, parts: list[StackSlice], context: StepContext, states: dict[str, LayerState], *, use_graphs: bool
-    ) -> RefreshReport:
-        """Decompose the running factors of some layers, and start copying the outcome flags to the host."""
-        if not parts:
-            return RefreshReport()
-        names: list[tuple[Layer, str]] = []
-        flags: list[Tensor] = []
-        solved = self._solve(parts, context, states) if use_graphs else solve_in_place(parts, states, context)
-        for (stack, begin, end), found in zip(parts, solved, strict=True):
-            for key, good in found.items():
-                names += [(layer, key) for layer in stack.layers[begin:end]]
-                flags.append(good)
-            for layer in stack.layers[begin:end]:
-                states[layer.name].decomposed_at = context.step
-        told, event = torch.cat([flag.to(flags[0].device) for flag in flags]), None
-        if told.is_cuda:
-            arrived = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            arrived.copy_(told, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(told.device))
-            told = arrived
-        self._pending.append((context.step, names, told, event))
-        return self.look(context, states) if event is None else RefreshReport()
+    def _renew(
+        self,
+        layers: list[Layer],
+        context: StepContext,
+        ranks: RankPlan,
+        states: dict[str, LayerState],
+        transport: Transport,
+        *,
+        use_graphs: bool,
+    ) -> None:
+        """Update the decompositions of some layers, and start copying the flags to the host."""
+        if not layers:
+            return
+        work = functools.partial(renew, layers, ranks, states, context, transport)
+        if use_graphs and not transport.program.transfers:
+            graph = self._graphs.setdefault(tuple([la.name for la in layers]), GraphedFunction(self._pool))
+            key: list[object] = [layer_damping.damping_values(context.settings, context.step), ranks, transport]
+            key += [tuple([(states[layer.name].momentum_is_rotated, layer.bias_is_live) for layer in layers])]
+            key += [tensor for layer in layers for tensor in states[layer.name].tensors()]
+            found: tuple[Flags, BaseException | None] = graph.run(key, work, layers[0].weight.device)
+        else:
+            found = work()
+        flags, error = found
+        for layer in layers:
+            states[layer.name].decomposed_at = context.step
+        self._pending.append(PendingFlags(context.step, layers, HostCopy(flags.joined()), error))
 
-    def _solve(
-        self, parts: list[StackSlice], context: StepContext, states: dict[str, LayerState]
-    ) -> list[dict[str, Tensor]]:
-        """Decompose some layers by replaying a CUDA graph."""
-        name = tuple([(id(stack), begin, end) for stack, begin, end in parts])
-        graph = self._graphs.setdefault(name, GraphedFunction(self._pool))
-        key: list[object] = [layer_damping.damping_values(context.settings, context.step)]
-        for stack, _, _ in parts:
-            joined = stack.decompositions(states)
-            assert joined is not None
-            key += [stack, *joined.values()]
-            key += [m for la in stack.layers for m in states[la.name].means.values()]
-            key += [t for name in joined for t in stack.running(states, name)]
-            kept = ("moments", "momentum") if context.settings.takes_steps else ()
-            key += [t for name in kept for t in stack.moments(states, name)]
-        work = functools.partial(solve_in_place, parts, states, context)
-        return graph.run(key, work, parts[0][0].device)  # type: ignore[no-any-return]
+    def look(
+        self, context: StepContext, states: dict[str, LayerState], transport: Transport, *, all_of_it: bool = False
+    ) -> tuple[set[FactorName], RefreshReport]:
+        """Read the flags of renewals. Returns the factors that failed and were not decomposed since, and a report.
 
-    def look(self, context: StepContext, states: dict[str, LayerState], *, all_of_it: bool = False) -> RefreshReport:
-        """Read the outcome flags, count successes, and decompose what failed again with the fallback ladder.
-
-        Only reads flags that are ``LOOK_AFTER_STEPS`` steps old, or all of them with ``all_of_it``; synchronizes with
-        their events.
+        Only reads flags that are ``LOOK_AFTER_STEPS`` steps old, or all of them with ``all_of_it``; waits for these.
+        Raises on all ranks what was raised on one.
         """
-        report = RefreshReport()
+        report, failed = RefreshReport(), set[FactorName]()
         while self._pending:
-            step, names, told, event = self._pending[0]
-            if event is not None:
-                if context.step < step + LOOK_AFTER_STEPS and not all_of_it:
-                    break
-                event.synchronize()
+            first = self._pending[0]
+            if not (first.flags.is_complete or all_of_it or context.step >= first.step + LOOK_AFTER_STEPS):
+                break
             self._pending.popleft()
-            for (layer, key), good in zip(names, told.tolist(), strict=True):
-                if key == TF32_KEY:
-                    report.tf32_safe[layer.name] = good
-                elif good:
+            told = first.flags.read()
+            num_schedules = len(SCHEDULES) if transport.program.stage("means") else 0
+            has_failed, disagreed, told = told[0], told[1 : 1 + num_schedules], told[1 + num_schedules :]
+            if has_failed:
+                transport.raise_everywhere(first.error)
+            check_schedules(disagreed, first.step)
+            factors = factors_of(first.layers)
+            for (layer, factor), is_valid in zip(factors, told, strict=False):
+                name = layer.name, factor.key
+                failed.discard(name)
+                if is_valid:
                     report.outcomes["ok"] += 1
-                    states[layer.name].failures[key] = 0
+                    states[layer.name].failures[factor.key] = 0
                 else:
-                    report.outcomes[_repair(layer, states[layer.name], key, context)] += 1
-                    report.num_repaired += 1
-        return report
+                    failed.add(name)
+            safe = told[len(factors) :]
+            report.tf32_safe |= {la.name: bool(flag) for la, flag in zip(first.layers, safe, strict=False)}
+        return failed, report
 
     def forget(self) -> None:
         """Reset: drop everything in flight, because the step and the layer states are about to be replaced."""
@@ -235,28 +244,3 @@ class RefreshScheduler:
         """Partition the layers again at the next step, and drop the captured graphs."""
         self._end = -1
         self._graphs.clear()
-
-
-def _repair(layer: Layer, state: LayerState, key: str, context: StepContext) -> Outcome:
-    """Decompose one factor again with the fallback ladder, after its batched in-place decomposition failed."""
-    settings, device = context.settings, layer.weight.device
-    with tf32(False, device), torch.autocast(device.type, enabled=False):
-        ((found, outcome),) = layer_factors.decompose(layer, state, [key], settings, context.step).values()
-    results = {} if found is None else {key: found}
-    old, moments = state.decompositions.get(key), None if state.moments is None else state.moments.value
-    layer_factors.adopt(layer, state, {key: outcome}, results, settings, context.step)
-    # Write into the old tensors, so that captured graphs stay valid.
-    new = state.decompositions.get(key)
-    if old is not None and new is not None and new is not old and _is_like(old, new):
-        for name, target in old.tensors().items():
-            target.copy_(new.tensors()[name])
-        state.decompositions[key] = old
-    if moments is not None and state.moments is not None and state.moments.value is not moments:
-        state.moments.value = moments.copy_(state.moments.value)
-    return outcome
-
-
-def _is_like(one: Decomposition, other: Decomposition) -> bool:
-    pairs = one.tensors(), other.tensors()
-    forms = [{name: (t.shape, t.dtype, t.device) for name, t in each.items()} for each in pairs]
-    return type(one) is type(other) and forms[0] == forms[1]

@@ -6,6 +6,7 @@ Input: what this rank has. Output: the same values on all ranks. Owns: nothing.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from dkfac.decompose.fallback import OUTCOMES, Outcome
 from dkfac.factors.layer_state import LayerState, whole_means
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops import constants
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.ops.pack import pack_triangle
 from dkfac.plan.program import Part
@@ -31,17 +33,53 @@ Means = dict[str, dict[str, Tensor]]
 Outcomes = dict[str, dict[str, Outcome]]
 
 
-def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Transport, context: StepContext) -> Means:
-    """Return the factors' mean eigenvalues, identical on all ranks, for the layers that have statistics. Collective,
-    and synchronizes with the device."""
+@dataclass(frozen=True, slots=True)
+class ToldMeans:
+    """Sums over ranks, on the device."""
+
+    schedules: Tensor
+    """Of the scheduled settings, and of their squares; empty with one rank."""
+    has: Tensor
+    """By factor, above 0 if it has statistics."""
+    means: Tensor
+    """Contributions of the factors to the mean eigenvalues of whole factors, in float64."""
+
+    def disagreed(self, world_size: int) -> Tensor:
+        """Return which scheduled settings are not the same on all ranks."""
+        totals, squares = self.schedules.view(2, len(self.schedules) // 2)
+        difference = world_size * squares - totals.square()
+        return torch.gt(difference, 1e-9 * totals.square())
+
+    def by_layer(self, layers: list[Layer]) -> Means:
+        """Return the mean eigenvalues of whole factors, by layer and factor."""
+        position, result, home = 0, Means(), dict[tuple[torch.device, torch.dtype], Tensor]()
+        for layer in layers:
+            where = layer.weight.device, layer.dtype
+            if where not in home:
+                home[where] = self.means.to(*where)
+            here, found = home[where], {}
+            for factor in layer.spec.factors:
+                blocks = factor.num_blocks // factor.pieces
+                found[factor.key] = here[position : position + blocks]
+                position += blocks
+            result[layer.name] = whole_means(found)
+        return result
+
+
+def exchange_means(
+    ranks: RankPlan, states: dict[str, LayerState], layers: list[Layer], transport: Transport, context: StepContext
+) -> ToldMeans:
+    """Sum the mean eigenvalues of some layers' factors over the ranks; those of other layers are zero. Collective."""
     has: list[Tensor | float] = []
     means: list[Tensor] = []
+    due = {layer.name for layer in layers}
     for layer in ranks.layers:
         state, placement = states[layer.name], ranks.placements[layer.name]
-        live = layer_factors.live_means(layer, state)
+        live = layer_factors.live_means(layer, state) if layer.name in due else {}
         for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
-            speaks = ranks.rank == held[0] and factor.key in state.running
-            has.append((state.running[factor.key].weight > 0) if speaks else 0.0)
+            speaks = ranks.rank == held[0] and factor.key in live
+            is_known = layer_factors.is_ready(layer, state)  # what was decomposed has statistics
+            has.append(0.0 if not speaks else 1.0 if is_known else state.running[factor.key].weight > 0)
             if speaks:
                 means.append(live[factor.key])
             else:
@@ -50,39 +88,36 @@ def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Tr
                 )
     device = means[0].device
     joined = torch.cat([m.to(device, torch.float64) for m in means])
-    flags = vector(has, device)
+    told = joined[:0]
+    if all(isinstance(flag, float) for flag in has):  # not by way of the host, from which a CUDA graph cannot copy
+        flags = constants.constant(tuple(has), device, torch.float64)
+    else:
+        flags = vector(has, device)
     for _ in transport.program.stage("means"):
         scheduled = [context.at(name) for name in SCHEDULES]
         told = vector([*scheduled, *(value * value for value in scheduled)], device)
         together = transport.sum_vector("means", torch.cat([told, flags, joined]))
-        _check_schedules(together[: len(told)].tolist(), transport.world_size, context.step)
-        flags, joined = together[len(told) :][: len(has)], together[len(told) :][len(has) :]
-    return _complete(ranks.layers, flags, joined)
+        told, flags, joined = torch.split(together, [len(told), len(flags), len(joined)])
+    return ToldMeans(told, flags, joined)
 
 
-def _complete(layers: list[Layer], flags: Tensor, joined: Tensor) -> Means:
-    """Return the means of the layers whose factors all have statistics. Synchronizes with the device."""
-    counts, position, result = iter(flags.tolist()), 0, Means()
-    for layer in layers:
-        complete = min(next(counts) for _ in layer.spec.factors) > 0
-        found = {}
-        for factor in layer.spec.factors:
-            blocks = factor.num_blocks // factor.pieces
-            found[factor.key] = joined[position : position + blocks].to(layer.weight.device, layer.dtype)
-            position += blocks
-        if complete:
-            result[layer.name] = whole_means(found)
-    return result
+def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Transport, context: StepContext) -> Means:
+    """Return the factors' mean eigenvalues, identical on all ranks, for the layers that have statistics. Collective,
+    and synchronizes with the device."""
+    told = exchange_means(ranks, states, ranks.layers, transport, context)
+    check_schedules(told.disagreed(transport.world_size).tolist(), context.step)
+    counts, means = iter(told.has.tolist()), told.by_layer(ranks.layers)
+    complete = {la.name for la in ranks.layers if min([next(counts) for _ in la.spec.factors]) > 0}
+    return {name: found for name, found in means.items() if name in complete}
 
 
-def _check_schedules(sums: list[float], world_size: int, step: int) -> None:
-    """Raise on all ranks if they do not all have the same damping, decay and clip."""
-    for i, name in enumerate(SCHEDULES):
-        total, squares = sums[i], sums[i + len(SCHEDULES)]
-        if world_size * squares - total * total > 1e-9 * total * total:
+def check_schedules(disagreed: list[bool], step: int) -> None:
+    """Raise, on all ranks, if they do not all have the same damping, decay and clip."""
+    for name, differs in zip(SCHEDULES, disagreed, strict=False):
+        if differs:
             raise RuntimeError(
-                f"{name} is not the same on all ranks at step {step} (its mean is {total / world_size:g}): a schedule "
-                f"must not depend on what one rank alone knows; reduce the loss it follows first"
+                f"{name} is not the same on all ranks at step {step}: a schedule must not depend on what one rank "
+                f"alone knows; reduce the loss it follows first"
             )
 
 

@@ -21,6 +21,7 @@ from dkfac.comm.transport import Transport
 from dkfac.factors.reduce import over_terms
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import rows_of
+from dkfac.ops.torch_private import current_graph_task_id
 
 
 class Overlap:
@@ -74,7 +75,7 @@ class Overlap:
 
     def measure_input(self, layer: Layer, x: Tensor, output: Tensor, examples: int) -> None:
         """Called in a layer's forward: sum its A factor and launch the buckets that are ready."""
-        if not self.active or layer.name not in self.layers or torch._C._current_graph_task_id() != -1:
+        if not self.active or layer.name not in self.layers or current_graph_task_id() != -1:
             return
         if layer.name in self._inputs:
             self._errors.keep(_called_again(layer.name))

@@ -7,7 +7,6 @@ holds of each layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors, mean_eigenvalue
-from dkfac.ops.precondition import multiply, rotate
+from dkfac.ops.precondition import multiply
 from dkfac.plan.spec import FactorSpec, whole_key
 
 
@@ -85,7 +84,10 @@ class LayerState:
     moments: Average | None = None
     """In the eigenbasis: EKFAC's moments, or Adam's second moment."""
     momentum: Average | None = None
-    """Adam's first moment, in the basis of the weights."""
+    """Sum of gradients of ``"adaptive"`` and ``"adam-eigen"``."""
+    momentum_is_rotated: bool = False
+    """Whether the momentum is in the eigenbasis, or else in the basis of the weights. If there is no eigenbasis, both
+    are the same."""
     adaptive: Adaptive | None = None
     decomposed_at: int = -1
     decomposed: set[str] = field(default_factory=set)
@@ -100,8 +102,7 @@ class LayerState:
 
     def factors(self) -> dict[str, Tensor]:
         """Return the running factors held here; the dimension of a single block is squeezed."""
-        means = {key: average.mean() for key, average in self.running.items()}
-        return {key: m.squeeze(0) if m.shape[0] == 1 else m for key, m in means.items()}
+        return {key: _squeezed(average.mean()) for key, average in self.running.items()}
 
     def tensors(self) -> list[Tensor]:
         averages = [*self.running.values(), *filter(None, (self.moments, self.momentum))]
@@ -190,44 +191,60 @@ def bias_is_silent(layer: Layer, key: str) -> bool:
     return layer.is_norm or layer.spec.factor(key).folds_bias
 
 
-def carry_moments(
-    moments: Average, momentum: Average | None, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None
-) -> Tensor:
-    """Return the sum of second moments in a new basis; None stands for the basis of the weights.
+Bases = dict[str, Eigen] | None
+"""Eigenbases by factor; None stands for the basis of the weights, which is also that of diagonal factors."""
+
+
+def rotations(old: Bases, new: Bases, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return, by factor, the matrix that takes coordinates in an old basis to those in a new one."""
+    found: dict[str, Tensor] = {}
+    for key in {**(old or {}), **(new or {})}:
+        vectors = (None if bases is None else bases[key].vectors for bases in (old, new))
+        before, after = (None if basis is None else basis.to(dtype) for basis in vectors)
+        rotation = before if after is None else after.mT if before is None else after.mT @ before
+        if rotation is not None:
+            found[key] = rotation
+    return found
+
+
+def change_basis(values: Tensor, old: Bases, new: Bases) -> Tensor:
+    return multiply(values, rotations(old, new, values.dtype))
+
+
+def rotate_moments(moments: Tensor, turns: dict[str, Tensor]) -> Tensor:
+    """Return second moments in a new basis, given the rotations to it.
 
     Squared rotations assume that components along different directions of the old basis are independent.
     """
-    if momentum is None:
-        return rotate_moments(moments.value, old, new)
-    mean = momentum.mean() if new is None else rotate(momentum.mean(), new)
-    return carried(moments.value, mean.square() * moments.weight, lambda values: rotate_moments(values, old, new))
+    return multiply(moments, {key: rotation.square() for key, rotation in turns.items()})
 
 
-def carried(moments: Tensor, mean: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return Adam's second moments in a new basis; ``mean``: its squared momentum there; ``turn``: squared rotation.
+def carried(moments: Tensor, mean: Tensor, turns: dict[str, Tensor]) -> Tensor:
+    """Return Adam's second moments in a new basis; ``mean``: its squared momentum there; ``turns``: the rotations.
 
     Second moments differ by orders of magnitude: rotating by one degree would add a thousandth of a large one to a
     small one, many times its value, and its direction would hardly move for long. So the mean of their fourth roots is
     taken, which a little of another one hardly changes. Where momentum has gathered what the old basis had spread over
     many directions, the result is at least the smaller of its square and the plain mean.
     """
-    small = turn(moments.sqrt().sqrt()).square().square()
-    return torch.maximum(small, torch.minimum(turn(moments), mean))
+    squares = {key: rotation.square() for key, rotation in turns.items()}
+    small = multiply(moments.sqrt().sqrt(), squares).square().square()
+    return torch.maximum(small, torch.minimum(multiply(moments, squares), mean))
 
 
-def rotate_moments(moments: Tensor, old: dict[str, Eigen] | None, new: dict[str, Eigen] | None) -> Tensor:
-    """Return second moments in a new basis by squared rotations, assuming that they were diagonal in the old one.
+def named_factors(layers: list[Layer], states: dict[str, LayerState]) -> dict[str, dict[str, Tensor]]:
+    """Return the running factors held here, by layer, or by block where blocks have names."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for layer in layers:
+        running, names = states[layer.name].running, layer.use.blocks
+        if not names:
+            found[layer.name] = states[layer.name].factors()
+            continue
+        split = {key: average.mean().chunk(len(names)) for key, average in running.items()}
+        for i, name in enumerate(names):
+            found[f"{layer.name}.{name}"] = {key: _squeezed(parts[i]) for key, parts in split.items()}
+    return found
 
-    None: the basis of the weights, which is also that of diagonal factors.
-    """
-    sides: dict[str, Tensor] = {}
-    for key in {**(old or {}), **(new or {})}:
-        before, after = (None if bases is None else _in(bases[key].vectors, moments) for bases in (old, new))
-        rotation = before if after is None else after.mT if before is None else after.mT @ before
-        if rotation is not None:
-            sides[key] = rotation.square()
-    return multiply(moments, sides)
 
-
-def _in(basis: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if basis is None else basis.to(like.dtype)
+def _squeezed(factor: Tensor) -> Tensor:
+    return factor.squeeze(0) if factor.shape[0] == 1 else factor

@@ -74,11 +74,11 @@ def observe_alone(measured: BatchStatistics, layers: dict[str, Layer]) -> Observ
     return Observation(factors, noise, rows)
 
 
-def local_sums(measured: BatchStatistics, placements: dict[str, Placement]) -> Named:
+def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:
     """Return this rank's sums over terms, of the layers that several ranks measure."""
     sums: Named = {}
     for name, layer_sums in measured.layers.items():
-        if len(placements[name].statistics) < 2:
+        if ranks.measures_alone(name):
             continue
         for key, total in layer_sums.factors.items():
             sums[name, key] = over_terms(key, total, measured.grad_correction)
@@ -170,7 +170,7 @@ def reduce(
     ranks: RankPlan, transport: Transport, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> ReducedStatistics:
     """Sum over ranks. ``good``: whether this rank's gradients are finite; ``error``: raised by its capture."""
-    sums, rows, device = local_sums(measured, ranks.placements), local_rows(measured, ranks.plan), good.device
+    sums, rows, device = local_sums(measured, ranks), local_rows(measured, ranks.plan), good.device
     good = good & batch_factors.all_finite(sums, device)
     header = _header(ranks, measured, good, error, sums)
     scales: Named = {}

@@ -18,6 +18,7 @@ from dkfac.factors.stacks import Stack
 from dkfac.ops import constants, many
 from dkfac.ops.fused import absorb_
 from dkfac.ops.graph_cache import GraphedFunction, GraphPool
+from dkfac.ops.torch_private import foreach_norm
 from dkfac.plan.spec import is_input
 
 
@@ -191,7 +192,7 @@ def _all_finite(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return whether sums are finite, as a flag on the device. On a GPU one launch checks them; elsewhere the diagonals
     are checked: a bad entry comes from a bad row, and shows there."""
     if device.type == "cuda":
-        told = [n.to(device, torch.float32) for n in torch._foreach_norm(tensors, torch.inf)]
+        told = [n.to(device, torch.float32) for n in foreach_norm(tensors, torch.inf)]
     else:
         square = [t.ndim == 3 and t.shape[-1] == t.shape[-2] for t in tensors]
         told = [(t.diagonal(dim1=-2, dim2=-1) if s else t).sum().double() for t, s in zip(tensors, square, strict=True)]

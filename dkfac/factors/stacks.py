@@ -20,6 +20,11 @@ from dkfac.factors.layer_state import Adaptive, Average, LayerState
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Decomposition, from_tensors
 from dkfac.ops.together import aligned
+from dkfac.ops.torch_private import foreach_copy_
+
+MOST_ELEMENTS = {"cpu": 2**18}
+"""By device type, the number of elements of a stack's gradients above which a stack has one layer. On a CPU, operations
+on tensors that do not fit into the cache take longer than operations on each layer."""
 
 
 def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
@@ -29,7 +34,14 @@ def make_stacks(layers: Iterable[Layer]) -> list[Stack]:
         spec, weight = layer.spec, layer.weight
         alike = (layer.kind, spec.grad_shape, spec.factors, layer.has_bias, weight.dtype, weight.device)
         groups.setdefault(alike, []).append(layer)
-    return [Stack(group) for group in groups.values()]
+    return [Stack(part) for group in groups.values() for part in _parts(group)]
+
+
+def _parts(layers: list[Layer]) -> list[list[Layer]]:
+    """Return layers of equal shape in groups that one operation processes well."""
+    most = MOST_ELEMENTS.get(layers[0].weight.device.type)
+    number = len(layers) if most is None else max(1, most // layers[0].spec.grad_elements)
+    return [layers[i : i + number] for i in range(0, len(layers), number)]
 
 
 class Stack:
@@ -167,7 +179,7 @@ class Stack:
             self._grads = torch.zeros(shape, dtype=self.dtype, device=self.device)
             self._parts = [split_grad(layer, part) for layer, part in self.split(self._grads)]
         pairs = self.pairs()
-        torch._foreach_copy_([part for _, part in pairs], [grad for grad, _ in pairs])
+        foreach_copy_([part for _, part in pairs], [grad for grad, _ in pairs])
         for layer, parts in zip(self.layers, self._parts, strict=True):
             if layer.bias is not None and layer.bias.grad is None:
                 parts[1].zero_()
@@ -211,4 +223,4 @@ def write_back(stacks: list[Stack]) -> None:
     """Copy the stacks' buffers to the gradients."""
     pairs = [pair for stack in stacks for pair in stack.pairs()]
     if pairs:
-        torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
+        foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])

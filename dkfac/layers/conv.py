@@ -6,7 +6,8 @@ Input: a convolution and its input ``[N, C, ...]``. Output: patches, or the sum 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,41 @@ from torch import Tensor, nn
 from dkfac.ops import conv_fused, correlate, factors
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+TRANSPOSED: dict[type[nn.Module], Callable[..., Conv]] = {
+    nn.ConvTranspose1d: nn.Conv1d,
+    nn.ConvTranspose2d: nn.Conv2d,
+    nn.ConvTranspose3d: nn.Conv3d,
+}
+
+
+def as_conv(module: Any) -> Conv | None:
+    """Return the convolution whose patches are a layer's inputs: the module; for a transposed one, a convolution of its
+    shape over its spread input (:func:`spread_input`); None for other layers."""
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return module
+    made = next((conv for base, conv in TRANSPOSED.items() if isinstance(module, base)), None)
+    shape = () if made is None else (module.in_channels, module.out_channels, module.kernel_size)
+    return None if made is None else made(*shape, dilation=module.dilation, bias=False, device="meta")
+
+
+def spread_input(module: Any, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the input and the output gradient of a plain convolution with a transposed one's weight and gradient.
+
+    A transposed convolution is a convolution of its input with zeros between the pixels, by the mirrored kernel. Both
+    tensors are mirrored instead, so that the taps keep their order.
+    """
+    geometry = list(zip(module.kernel_size, module.stride, module.padding, module.dilation, strict=True))
+    if x.ndim == len(geometry) + 1:
+        x, g = x.unsqueeze(0), g.unsqueeze(0)
+    sizes = [(size - 1) * stride + 1 for size, (_, stride, _, _) in zip(x.shape[2:], geometry, strict=True)]
+    wide = x.new_zeros(*x.shape[:2], *sizes)
+    wide[(slice(None), slice(None), *(slice(None, None, stride) for _, stride, _, _ in geometry))] = x
+    amounts: list[int] = []
+    for size, output, (taps, _, padding, dilation) in zip(sizes, g.shape[2:], geometry, strict=True):
+        before = dilation * (taps - 1) - padding
+        amounts = [before, output + dilation * (taps - 1) - before - size, *amounts]
+    dims = tuple(range(2, x.ndim))
+    return F.pad(wide, amounts).flip(dims), g.flip(dims)
 
 
 def strip_taps(module: Conv) -> int:

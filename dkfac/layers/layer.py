@@ -9,12 +9,14 @@ bias is folded in. The canonical gradient is ``[B, O, I]``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from dkfac.plan.spec import LayerSpec
+from dkfac.layers.conv import Conv, as_conv
+from dkfac.layers.uses import PLAIN, Use
+from dkfac.plan.spec import LayerSpec, cut_layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,18 +24,24 @@ class Layer:
     module: nn.Module
     spec: LayerSpec
     has_bias: bool
+    use: Use = PLAIN
+    block: Layer | None = None
+    """One of its blocks as a layer of its own, if each block has an input of its own."""
     name: str = field(init=False)
     kind: str = field(init=False)
     is_norm: bool = field(init=False)
+    conv: Conv | None = field(init=False)
+    """The convolution whose patches are the inputs; None for other layers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.spec.name)
         object.__setattr__(self, "kind", self.spec.kind)
+        object.__setattr__(self, "conv", as_conv(self.module))
         object.__setattr__(self, "is_norm", self.spec.kind in ("norm-unit", "norm-joint"))
 
     @property
     def weight(self) -> Tensor:
-        weight = self.module._parameters.get("weight")
+        weight = self.module._parameters.get(self.use.weight)
         if weight is not None:
             return weight
         made: object = self.module.weight  # parametrized: recomputed on each access
@@ -42,7 +50,7 @@ class Layer:
 
     @property
     def bias(self) -> Tensor | None:
-        bias = self.module.bias if self.has_bias else None
+        bias = getattr(self.module, self.use.bias) if self.has_bias and self.use.bias else None
         assert bias is None or isinstance(bias, Tensor)
         return bias
 
@@ -68,6 +76,16 @@ class Layer:
             yield bias
 
 
+def cut_factors(layer: Layer, block_dim: int | None) -> Layer:
+    """Return a layer of whole factors with factors in pieces of at most ``block_dim``; None: whole."""
+    spec, block = layer.spec, None
+    if layer.use.blocks:
+        factors = tuple(replace(factor, num_blocks=1) for factor in spec.factors)
+        one = replace(spec, kind="linear", factors=factors, grad_elements=spec.grad_elements // len(layer.use.blocks))
+        block = Layer(layer.module, cut_layer(one, block_dim), layer.has_bias, layer.use)
+    return Layer(layer.module, cut_layer(spec, block_dim), layer.has_bias, layer.use, block)
+
+
 def split_grad(layer: Layer, grad: Tensor) -> list[Tensor]:
     """Return a canonical gradient split into the parameters' shapes, in the order of ``parameters()``."""
     bias = layer.bias
@@ -80,5 +98,7 @@ def split_grad(layer: Layer, grad: Tensor) -> list[Tensor]:
         bias_part = grad[..., -1]
         if layer.kind in ("conv1d-transposed", "embedding"):
             weight_part = weight_part[0].mT
+        elif layer.kind == "conv-transposed":
+            weight_part = torch.unflatten(weight_part[0], -1, (-1, *layer.weight.shape[2:])).transpose(0, 1)
     parts = [weight_part.reshape(layer.weight.shape)]
     return parts if bias is None else [*parts, bias_part.reshape(bias.shape)]

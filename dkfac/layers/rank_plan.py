@@ -46,7 +46,7 @@ class RankPlan:
         return self.plan.share == "gradients" or self.preconditions(name)
 
     def measures_alone(self, name: str) -> bool:
-        return self.placements[name].statistics == (self.rank,)
+        return self.placements[name].statistics == (self.rank,) and not self.plan.loopback
 
     def decomposes(self, layer: Layer, only: Container[tuple[str, str]] | None = None) -> list[str]:
         """Return the layer's factors that this rank decomposes, by key; ``only``: among these, as (layer, key)."""

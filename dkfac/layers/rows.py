@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dkfac.layers.conv import strip_taps
+from dkfac.layers.conv import Conv, spread_input, strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.norm import normalised
 
@@ -87,7 +87,9 @@ def rows_of(
             a, g = (_sequence(t, examples, batch_dim).unsqueeze(2) for t in (x, g))
             yield _sampled(Rows(a, g, examples), sample)
         case "conv":
-            yield from _conv_rows(layer.module, x, g, examples, sample, patch_bytes)
+            yield from _conv_rows(layer.conv, x, g, examples, sample, patch_bytes)
+        case "conv-transposed":
+            yield from _conv_rows(layer.conv, *spread_input(layer.module, x, g), examples, sample, patch_bytes)
         case "embedding":
             index = _sequence(x.unsqueeze(-1), examples, batch_dim).squeeze(-1)
             rows = _sequence(g, examples, batch_dim)
@@ -170,8 +172,8 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-def _conv_rows(module: nn.Module, x: Tensor, g: Tensor, examples: int, sample: Sample, room: int) -> Iterator[Rows]:
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+def _conv_rows(module: Conv | None, x: Tensor, g: Tensor, examples: int, sample: Sample, room: int) -> Iterator[Rows]:
+    assert module is not None
     num_spatial = len(module.kernel_size)
     if x.ndim == num_spatial + 1:
         x, g = x.unsqueeze(0), g.unsqueeze(0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dkfac.ops import many
+from dkfac.ops.torch_private import foreach_copy_, foreach_mul
 
 ALIGNMENT_BYTES = 512
 """Alignment in bytes, the same as torch's allocator's."""
@@ -160,7 +161,7 @@ class StagedFunctions:
         if sources is not None:
             sources.give(tensors)
         else:
-            torch._foreach_copy_(parts, tensors)
+            foreach_copy_(parts, tensors)
 
         def work() -> list[Tensor]:
             if sources is not None:
@@ -169,7 +170,7 @@ class StagedFunctions:
 
         graph = self._graphs.setdefault(name, GraphedFunction(self.pool))
         found = graph.run([copies, self._results.memory, sources], work, copies[0].device)
-        return list(torch._foreach_mul(found, list(scales)))
+        return list(foreach_mul(found, list(scales)))
 
     def _launched(self, key: Any, tensors: list[Tensor], parts: list[Tensor]) -> tuple[many.Sources | None, Any]:
         """Return what copies tensors of these layouts inside the graph, from their second call on, or None if that is
@@ -209,7 +210,7 @@ class StagingBuffer:
         The tensors of a group have the same shape, strides and dtype, and are concatenated along the first dimension.
         """
         found, parts = self.place(*groups)
-        torch._foreach_copy_(parts, [tensor for group in groups for tensor in group])
+        foreach_copy_(parts, [tensor for group in groups for tensor in group])
         return found
 
     def place(self, *groups: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

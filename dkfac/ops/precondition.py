@@ -59,10 +59,11 @@ def from_right(x_BOI: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     for piece in pieces:
         number, width = len(piece) // blocks, piece.shape[-1]
         here = slice(begin, begin + number * width)
-        tiles = torch.unflatten(x_BOI[..., here], 2, (number, width)).transpose(1, 2)
-        product = tiles.reshape(len(piece), rows, width) @ piece
-        target = torch.unflatten(result[..., here], 2, (number, width))
-        target.copy_(product.view(blocks, number, rows, width).transpose(1, 2))
+        tiles, target = (torch.unflatten(x[..., here], 2, (number, width)).transpose(1, 2) for x in (x_BOI, result))
+        if blocks == 1:  # without copies: the tiles have the stride of whole rows
+            torch.bmm(tiles[0], piece, out=target[0])
+        else:
+            target.copy_((tiles.reshape(len(piece), rows, width) @ piece).view(blocks, number, rows, width))
         begin = here.stop
     result[..., begin:] = x_BOI[..., begin:]
     return result

@@ -61,6 +61,9 @@ class Plan:
     """Factors for which each rank sends at most this many rows instead of their sum, as ``(layer, key, rows)``."""
     adaptive: bool = False
     """Whether each factor has its own interval, adapted to its change, which ranks exchange."""
+    loopback: bool = False
+    """Whether one rank sends to itself what several send to each other, so that a benchmark on one GPU takes their
+    path."""
 
     def __post_init__(self) -> None:
         for layer, placement in zip(self.layers, self.placements, strict=True):
@@ -87,6 +90,15 @@ class Plan:
             raise ValueError(
                 f"layer {layer.name!r}: {len(placement.preconditioned_by)} workers cannot serve equal parts"
             )
+
+    @property
+    def shares_no_updates(self) -> bool:
+        """Whether every rank preconditions every layer."""
+        return all(len(placement.preconditioned_by) == self.world_size for placement in self.placements)
+
+    def is_summed(self, placement: Placement) -> bool:
+        """Whether a layer's statistics are summed over ranks."""
+        return self.loopback or len(placement.statistics) > 1
 
     def placement(self, name: str) -> Placement:
         return next(p for layer, p in zip(self.layers, self.placements, strict=True) if layer.name == name)

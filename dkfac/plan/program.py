@@ -170,6 +170,8 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         transfers += _shares("weights", gradients)
     else:
         transfers += _shares("gradients", gradients)
+    if plan.loopback:  # but for gradients, which stay where they are preconditioned
+        return Program(tuple(t for t in transfers if t.stage != "gradients"))
     return Program(tuple(t for t in transfers if len(t.group) > 1))
 
 
@@ -187,7 +189,7 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         for name, key in (item for item in bucket if item not in as_rows):
             layer, placement = by_name[name]
             index = [factor.key for factor in layer.factors].index(key)
-            if len(placement.statistics) > 1:
+            if plan.is_summed(placement):
                 held = placement.factors[index]
                 owner = held[0] if len(held) == 1 else -1
                 items.append((layer, Part(name, key, layer.factors[index].packed_elements, owner)))
@@ -196,7 +198,7 @@ def _reductions(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         measured = [
             (layer, Part(layer.name, "moments", layer.grad_elements, _single(placement.preconditioned_by)))
             for layer, placement in zip(plan.layers, plan.placements, strict=True)
-            if layer.has_moments and len(placement.statistics) > 1
+            if layer.has_moments and plan.is_summed(placement)
         ]
         buckets.append(measured)
     for number, items in enumerate(buckets):
@@ -238,7 +240,7 @@ def _decompositions(plan: Plan) -> Iterator[SharedPart]:
         if plan.moments and layer.has_moments:
             receivers |= set(placement.statistics)
         for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
-            if len(by) == 1 and receivers - set(by):
+            if len(by) == 1 and (receivers - set(by) or plan.loopback):
                 group = tuple(sorted(receivers | set(by)))
                 elements = factor.wire_elements(plan.solver)
                 yield group, layer.dtype, Part(layer.name, factor.key, elements, by[0])

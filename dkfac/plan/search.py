@@ -110,7 +110,7 @@ def search(
     for block_dim, lag in itertools.product(block_dims, inverse_lags):
         chosen = replace(choices, block_dim=block_dim, inverse_lag=lag)
         pieces = [cut_layer(layer, block_dim) for layer in layers]
-        own_work = work if block_dim is None else _cut_work(work, layers, pieces)
+        own_work = work if block_dim is None else cut_work(work, layers, pieces)
         for own, overlap in candidates(chosen, world_size, wire_dtypes=wire_dtypes):
             if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
                 continue
@@ -130,7 +130,7 @@ def search(
     return fitting
 
 
-def _cut_work(work: Work, layers: Sequence[LayerSpec], pieces: Sequence[LayerSpec]) -> Work:
+def cut_work(work: Work, layers: Sequence[LayerSpec], pieces: Sequence[LayerSpec]) -> Work:
     """Return work in which each factor is measured in pieces: it is proportional to the elements of the factor."""
     factors = {
         (layer.name, factor.key): work.factors[layer.name, whole_key(factor.key)]

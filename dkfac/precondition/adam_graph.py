@@ -86,6 +86,8 @@ class AdamSteps:
             parts = torch.split(self._most, [stack.num_layers for stack in stacks])
             self._limits = dict(zip(stacks, parts, strict=True))
         kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay, r.nesterov) for r in known])
+        layers = [layer for stack in stacks for layer in stack.layers]
+        adam_eigen.rotate_momentum(layers, states, rules, is_adaptive=settings.adapts_damping)
         moments = [stack.moments(states, name) for stack in stacks for name in ("momentum", "moments")]
         kept = [t for pair in moments for t in pair]
         if settings.adapts_damping:

@@ -71,13 +71,17 @@ def adaptive_updates(
     bases = adam_eigen.bases(stack, states)
     (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
     log_damping, log_length, rows, columns = stack.adaptive(states)
-    rotated, momentum = (rotate(x, bases) if bases else x for x in (grads, mean))
+    rotated = rotate(grads, bases) if bases else grads
+    momentum = rotate(mean, bases) if bases and rule.length == "adam" else mean
     scores = judge(rotated, momentum, square, square_weight, log_damping, stack)
     _follow(scores, log_damping, log_length, good & (mean_weight > 0), SURPRISE[rule.length])
 
     keep, keep_square = (torch.where(good, raw.new_full((), beta), 1.0) for beta in rule.betas)
-    momentum = torch.addcmul(rotated, momentum, keep)
-    mean.mul_(keep).add_(grads)
+    if rule.length == "adam":
+        mean.mul_(keep).add_(grads)
+        momentum = torch.addcmul(rotated, momentum, keep)
+    else:
+        momentum = mean.mul_(keep).add_(rotated)
     square.mul_(keep_square).addcmul_(rotated, rotated)
     mean_weight.mul_(keep).add_(good)
     square_weight.mul_(keep_square).add_(good)
@@ -86,7 +90,7 @@ def adaptive_updates(
     most = adam_eigen.largest_update(mean_weight, square_weight, rule.betas)
     update = _root(square, log_damping, stack)[0].mul_(momentum)
     bound = _spread(most * mean_weight * _safe(square_weight).rsqrt(), stack)
-    update.clamp_(-bound, bound)
+    _clamp_(update, bound)
     match rule.length:
         case "adam":
             squares = grads.square()
@@ -111,19 +115,17 @@ def judge(
     """
     root, added, total = _root(square, log_damping, stack)
     update = momentum * root
-    share = root.square_().mul_(_spread(added, stack)).mul_(update)  # w * damping / (v + damping)
+    change = root.square_().mul_(_spread(added, stack)).mul_(update)  # w times the share of the damping
+    share = _dot(update, change, stack) / _safe(_dot(update, update, stack))  # its mean, weighted by w^2
+    change.neg_().addcmul_(update, _spread(share, stack))  # d, at the same length
     scaled = square * update
-    noise_of_update, mixed = _dot(scaled, update, stack), _dot(scaled, share, stack)
-    noise_of_share = _dot(share * square, share, stack)
-    along_update, along_share = _dot(gradient, update, stack), _dot(gradient, share, stack)
-    mean = _dot(update, share, stack) / _safe(_norms(update, stack).square_())
-    change = mean * along_update - along_share  # along d = w (mean share - share)
-    noise = noise_of_share - 2 * mean * mixed + mean.square() * noise_of_update
+    noise_of_update = _dot(scaled, update, stack)
+    noise_of_change = _dot(torch.mul(square, change, out=scaled), change, stack)
     damping, length = (
-        (weight.sqrt() * x * _safe(y).rsqrt()).nan_to_num_(0.0, 0.0, 0.0)
-        for x, y in ((change, noise), (along_update, noise_of_update))
+        (weight.sqrt() * _dot(gradient, x, stack) * _safe(noise).rsqrt()).nan_to_num_(0.0, 0.0, 0.0)
+        for x, noise in ((change, noise_of_change), (update, noise_of_update))
     )
-    return damping, length, _norms(gradient, stack).square_() * weight / _safe(total)
+    return damping, length, _dot(gradient, gradient, stack) * weight / _safe(total)
 
 
 def _follow(
@@ -147,9 +149,9 @@ def adam_update(
     and column sums, which needs almost no memory and gives the length to within a few percent."""
     total = _safe(rows.sum(-1, keepdim=True)) * _spread(_safe(weight), stack).squeeze(-1)
     second = (rows / total).sqrt_().unsqueeze(-1) * columns.sqrt().unsqueeze(-2)
-    bound = _spread(most, stack)
     eps = eps or torch.finfo(mean.dtype).tiny
-    return torch.div(mean, second.add_(eps).mul_(_spread(_safe(mean_weight), stack)), out=second).clamp_(-bound, bound)
+    update = torch.div(mean, second.add_(eps).mul_(_spread(_safe(mean_weight), stack)), out=second)
+    return _clamp_(update, _spread(most, stack))
 
 
 class Grafts:
@@ -183,8 +185,16 @@ def _root(square: Tensor, log_damping: Tensor, stack: Stack) -> tuple[Tensor, Te
     return (square + _spread(added, stack)).rsqrt_(), added, total
 
 
+def _clamp_(values: Tensor, most: Tensor) -> Tensor:
+    """Clamp values to ``[-most, most]`` in place. On a CPU, ``clamp_`` is several times slower with bounds that are
+    broadcast."""
+    return torch.maximum(torch.minimum(values, most, out=values), -most, out=values)
+
+
 def _dot(x: Tensor, y: Tensor, stack: Stack) -> Tensor:
     """Return the dot products ``[n]`` of two tensors laid out like the stack's buffer."""
+    if stack.num_layers == 1:
+        return torch.dot(x.reshape(-1), y.reshape(-1)).unsqueeze(0)  # needs no memory
     return (x * y).view(stack.num_layers, -1).sum(1)
 
 

@@ -113,6 +113,9 @@ class _Directions:
     def of(self, mine: set[str]) -> list[Chunk]:
         chunks, settings = [], self._context.settings
         one_by_one = settings.measures_moments
+        if self._rules:
+            layers = [layer for layer in self._given.ranks.layers if layer.name in mine]
+            adam_eigen.rotate_momentum(layers, self._states, self._rules, is_adaptive=settings.adapts_damping)
         for stack in self._given.stacks:
             layers = [layer for layer in stack.layers if layer.name in mine]
             if not layers:

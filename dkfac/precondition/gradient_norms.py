@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dkfac.layers.layer import Layer
 from dkfac.ops.constants import constant
+from dkfac.ops.torch_private import foreach_copy_, foreach_norm
 
 
 class Norms:
@@ -58,7 +59,7 @@ def zero_where(bad: Tensor, gradients: list[Tensor]) -> None:
         alike = [g for g in small if (g.device, g.dtype) == place]
         joined = torch.cat([g.reshape(-1) for g in alike]).masked_fill_(bad.to(place[0]), 0)
         parts = torch.split(joined, [g.numel() for g in alike])
-        torch._foreach_copy_(alike, [part.view(g.shape) for part, g in zip(parts, alike, strict=True)])
+        foreach_copy_(alike, [part.view(g.shape) for part, g in zip(parts, alike, strict=True)])
 
 
 def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -66,7 +67,7 @@ def norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros(0, device=device)
     wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]  # a float16 norm overflows before its entries do
-    found = list(torch._foreach_norm(wide))
+    found = list(foreach_norm(wide))
     if any(n.device != device or n.dtype != found[0].dtype for n in found):
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
         found = [n.to(device, dtype) for n in found]

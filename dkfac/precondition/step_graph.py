@@ -27,6 +27,7 @@ from dkfac.ops import many
 from dkfac.ops.fused import finish_
 from dkfac.ops.graph_cache import GraphedFunction, GraphPool
 from dkfac.ops.precision import tf32
+from dkfac.ops.torch_private import foreach_copy_
 from dkfac.precondition import gradient_norms, kronecker, trust_region
 from dkfac.precondition.adam_graph import AdamSteps
 from dkfac.precondition.report import UpdateReport
@@ -125,7 +126,7 @@ class StepGraph:
         for stack in stacks:
             stack.read()
         if self._others:
-            torch._foreach_copy_(self._views, gradient_norms.dense_gradients(self._others))
+            foreach_copy_(self._views, gradient_norms.dense_gradients(self._others))
 
     def finish(
         self,
@@ -181,7 +182,7 @@ class StepGraph:
         self._writing.run([*stacks, *bound, rounding, flat, self._rates, self._items], write, flat.device)
         if self._items is None:
             if self._others:
-                torch._foreach_copy_(gradient_norms.dense_gradients(self._others), self._views)
+                foreach_copy_(gradient_norms.dense_gradients(self._others), self._views)
             if not settings.takes_steps:
                 write_back(stacks)
         report = UpdateReport()

@@ -7,9 +7,10 @@ Owns: nothing.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Container
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,8 +20,10 @@ from torch import nn
 from dkfac.comm import agree, groups, join
 from dkfac.comm.one_rank import OneRank
 from dkfac.comm.transport import Transport
+from dkfac.config import optimizer_rules
+from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import SCHEDULES, Settings
-from dkfac.layers.find import Left, unwrap
+from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
@@ -28,7 +31,10 @@ from dkfac.plan.plan import Plan
 from dkfac.plan.preset import load_cluster
 from dkfac.plan.search import choose
 from dkfac.plan.spec import LayerSpec
+from dkfac.precondition import adam_eigen
 
+LOOPBACK = "DKFAC_LOOPBACK"
+"""Environment variable: 1 makes a process group of one rank take the path of several (``benchmarks/one_line.py``)."""
 ATTACHED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 """The ``KFAC`` instance that each module is attached to."""
 
@@ -42,6 +48,51 @@ def detach(model: nn.Module) -> None:
             kfac.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What ``KFAC`` would be attached to: the model and the optimizer without wrappers, settings and layers."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    process_group: Any
+    settings: Settings
+    layers: list[Layer]
+    left: list[Left]
+
+
+def prepare_attachment(
+    model: nn.Module, optimizer: Any, scaler: Any, process_group: Any, roles: Any, settings: Settings | None,
+    options: dict[str, Any],
+) -> Prepared:  # fmt: skip
+    """Check the arguments of ``KFAC`` and find the layers. Changes nothing, and sends nothing to other ranks."""
+    optimizer = unwrap_optimizer(optimizer)
+    check_arguments(model, optimizer, scaler)
+    group = choose_group(model, process_group, roles)
+    chosen = choose_settings(settings, options, model, optimizer, scaler, groups.world_size(group), roles)
+    trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
+    inner = unwrap(model)
+    rules = optimizer_rules.rules_of_steps(chosen, optimizer)
+    layers, left = find_layers(inner, chosen, trained, rules)
+    check_layers(layers, left, ATTACHED)
+    adam_eigen.check_optimizer(optimizer, chosen.curvature)
+    return Prepared(inner, optimizer, group, chosen, layers, left)
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the torch optimizer inside wrappers that call its ``step``, like those of Accelerate, Lightning and
+    Fabric."""
+    while not _runs_hooks(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is optimizer or not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _runs_hooks(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+
+
 def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     if not isinstance(model, nn.Module):
         swapped = ": are model and optimizer swapped?" if isinstance(model, torch.optim.Optimizer) else ""
@@ -53,7 +104,7 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS evaluates the loss several times per step and is second order itself; use SGD or AdamW")
-    if optimizer is not None and not getattr(type(optimizer).step, "hooked", False):
+    if optimizer is not None and not _runs_hooks(optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} does not run the hooks of torch.optim.Optimizer (a wrapper around another "
             f"optimizer?); attach K-FAC to the inner optimizer"
@@ -93,16 +144,20 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
     device = layers[0].weight.device
     if world_size == 1:
-        return OneRank(make_plan(specs, 1, choices), device)
-    if settings.spread_refresh > 1 or settings.cuda_graph:
-        warnings.warn(
-            "spread_refresh and cuda_graph are for one process: with several ranks a refresh is carried out in one "
-            "step, and nothing is taken from graphs",
-            stacklevel=3,
-        )
+        plan = make_plan(specs, 1, choices)
+        if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
+            return Transport(replace(plan, loopback=True), groups.make_groups(process_group), device).open()
+        return OneRank(plan, device)
     own = groups.make_groups(process_group)
     try:
-        return _agree(specs, settings, choices, own, device, cluster)
+        transport = _agree(specs, settings, choices, own, device, cluster)
+        if settings.cuda_graph and not transport.plan.shares_no_updates:
+            warnings.warn(
+                f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
+                f'other updates in every step: use strategy="comm-opt" or "replicated"',
+                stacklevel=3,
+            )
+        return transport
     except Exception:
         own.close()
         raise
@@ -132,12 +187,13 @@ def _agree(
 def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
     """Return the process group that trains replicas of the model: that of its DDP wrapper if none was given."""
     process_group = process_group if roles is None else roles.group
-    return groups.of_model(model) if process_group is None else process_group
+    wrapped = getattr(model, "_forward_module", model)  # Fabric's wrapper holds DDP's
+    return groups.of_model(wrapped) if process_group is None else process_group
 
 
 def check_uneven_inputs(plan: Plan) -> None:
     """Raise if a rank that runs out of batches would be missed by the others."""
-    if any(len(p.preconditioned_by) < plan.world_size for p in plan.placements):
+    if not plan.shares_no_updates:
         raise ValueError(
             f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "
             f'have no gradient; uneven inputs need strategy="comm-opt" or "replicated"'

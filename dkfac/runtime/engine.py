@@ -22,7 +22,7 @@ from dkfac.decompose import layer_damping
 from dkfac.decompose.report import RefreshReport
 from dkfac.experimental.overlap import Overlap
 from dkfac.factors import batch_factors, reduce
-from dkfac.factors.layer_state import LayerState
+from dkfac.factors.layer_state import LayerState, named_factors
 from dkfac.factors.running_average import RunningAverage
 from dkfac.factors.stacks import Stack, make_stacks
 from dkfac.layers.layer import Layer
@@ -70,6 +70,7 @@ class Engine:
         self.graph, self._average_alone = StepGraph(pool), RunningAverage(pool)
         self._places: list[tuple[torch.dtype, torch.device]] = []
         self.uses_graphs = False
+        self._is_owed = False
         self.context = self._next_context()
         self._stack()
 
@@ -87,7 +88,8 @@ class Engine:
         due = None if staleness is None else staleness.due(self.step)
         if due is not None:
             measures = refreshes = bool(due)
-        return StepContext(self.step, measures and self.refresher.remote is None, refreshes, self.settings, due)
+        measures = (measures or self._is_owed) and self.refresher.remote is None
+        return StepContext(self.step, measures, refreshes, self.settings, due)
 
     def take_step(self, optimizer: Any, parameters: list[Tensor], rates: dict[int, Any]) -> UpdateReport:
         """Run K-FAC's part of a step: statistics in, preconditioned gradients out. No stage reads from a later one.
@@ -101,9 +103,9 @@ class Engine:
         self._errors.raise_announced()
         self.transport.check_unmoved((layer.spec, layer.dtype, layer.weight.device) for layer in self.ranks.layers)
         norms, good = self._read_gradients(optimizer, parameters, device)
-        good_batch = good
-        if context.measures:
-            measured = self.collector.take()
+        good_batch, measured = good, self.collector.take() if context.measures else None
+        self._is_owed = measured is not None and measured.is_postponed
+        if measured is not None and not self._is_owed:
             self._notices.accumulation(measured.num_passes)
             self.replanner.see_rows(measured)
             with timer.stage("average", device):
@@ -117,7 +119,7 @@ class Engine:
             optimizer.state.pop(p, None)
         self.metrics.add_update(report)
         self.metrics.count("skipped_batches", ~good_batch)
-        self._count(self.refresher.launch(context, self.states, use_graphs=self.uses_graphs))
+        self.refresher.launch(context, self.ranks, self.states, use_graphs=self.uses_graphs)
         self.step += 1
         return report
 
@@ -129,6 +131,7 @@ class Engine:
             good = self._average(self.collector.take(), good)
         self._refresh()
         self.metrics.count("skipped_batches", ~good)
+        self.refresher.launch(self.context, self.ranks, self.states, use_graphs=False)
         self.step += 1
 
     def share_weights(self) -> None:
@@ -151,7 +154,7 @@ class Engine:
         """Update the running factors if the statistics are finite; returns whether they are, as a tensor."""
         ranks, context, staleness = self.ranks, self.context, self.refresher.staleness
         decay, observation = context.at("factor_decay"), None
-        if self.transport.world_size == 1:
+        if not self.transport.program.transfers:
             self._notices.capture(measured.called, measured.num_passes)
             if staleness is not None:
                 observation = reduce.observe_alone(measured, ranks.by_name)
@@ -179,7 +182,7 @@ class Engine:
         return good
 
     def _refresh(self) -> None:
-        report = self.refresher.refresh(self.context, self.ranks, self.states, self.stacks, use_graphs=self.uses_graphs)
+        report = self.refresher.refresh(self.context, self.ranks, self.states, use_graphs=self.uses_graphs)
         if report.plan is not None and report.plan is not self.ranks.plan:
             self.ranks = self.ranks.follow(report.plan)
             self._preconditioner = self._make_preconditioner()
@@ -253,20 +256,24 @@ class Engine:
         for state in self.states.values():
             state.decompositions = {key: stored(found, kept) for key, found in state.decompositions.items()}
 
+    def factors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the running factors that this rank holds, by layer or named block."""
+        return named_factors(self.ranks.layers, self.states)
+
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Read the outcome of every decomposition launched so far and repair failures. Synchronizes with the device."""
-        self._count(self.refresher.settle(self.context, self.states))
+        self._count(self.refresher.settle(self.context, self.ranks, self.states))
 
     def resume(self, loaded: Loaded) -> None:
         """Continue from a loaded state. Collective."""
+        self.refresher.forget()  # first: it waits for what still writes to the old states
         self.states, self.step = loaded.states, loaded.step
         self._keep_bases()
         self._places.clear()
         self.metrics.load(loaded.counters, loaded.device)
         self._errors.forget()
-        self.refresher.forget()
         anew = start_anew(loaded, self.ranks, self.transport, self.states)
         self.refresher.resume(loaded, self.ranks, self.states, anew)
         for layer in self.ranks.layers if self.settings.tf32 else ():
@@ -278,7 +285,11 @@ class Engine:
 
 
 def wants_graphs(settings: Settings, weights: list[Tensor], transport: Transport) -> bool:
-    """Whether steps are replayed from CUDA graphs: they are enabled, and there is one process with one GPU."""
+    """Whether steps are replayed from CUDA graphs: they are enabled, and this rank has one GPU and preconditions every
+    layer by itself, so that a step which does not measure sends nothing."""
+    return settings.cuda_graph and transport.plan.shares_no_updates and has_one_gpu(weights)
+
+
+def has_one_gpu(weights: list[Tensor]) -> bool:
     devices = {weight.device for weight in weights}
-    has_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
-    return settings.cuda_graph and transport.world_size == 1 and has_one_gpu
+    return len(devices) == 1 and next(iter(devices)).type == "cuda"

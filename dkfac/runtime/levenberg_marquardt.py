@@ -20,6 +20,7 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops.precondition import rotate, spectrum
+from dkfac.ops.torch_private import foreach_copy_
 
 GOOD, POOR = 0.75, 0.25
 """Ratios of actual to predicted change above which damping is decreased and below which it is increased."""
@@ -127,7 +128,7 @@ def lm_step(
     damping.look(after - before, float(linear) + 0.5 * (quadratic + float(ridge)), noise)
     if damping.ratio < 0:
         with torch.no_grad():
-            torch._foreach_copy_(parameters, old)
+            foreach_copy_(parameters, old)
 
 
 def _curvature(ranks: RankPlan, states: dict[str, LayerState], moves: dict[int, Tensor]) -> Tensor | float:

@@ -62,8 +62,9 @@ class Notices:
             )
         if unseen:
             warnings.warn(
-                f"{len(unseen)} layers have gradients but were not called as modules, so K-FAC cannot measure them "
-                f"and passes their gradients on unchanged: {', '.join(unseen[:8])}",
+                f"{len(unseen)} layers have gradients but K-FAC saw neither a call of their module nor of the function "
+                f"that applies their weight, so it cannot measure them and passes their gradients on unchanged: "
+                f"{', '.join(unseen[:8])}",
                 stacklevel=2,
             )
 

@@ -1,35 +1,47 @@
 """Hooks on the optimizer: run K-FAC before its step, and clean up after it; what K-FAC reads from it.
 
-Input: a call of ``optimizer.step()``. Output: the gradients that the optimizer is to see. Owns: the gradients that are
-hidden from it, and updates that are applied after its step.
+Input: a call of ``optimizer.step()``. Output: the gradients that the optimizer is to see; a warning if another one
+steps its parameters. Owns: the gradients that are hidden from it, and updates that are applied after its step; a hook
+that torch calls after each step of any optimizer, while a K-FAC is attached.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dkfac.precondition.adaptive import Grafts
 from dkfac.precondition.report import UpdateReport
+from dkfac.runtime.scaler_search import SCALED_STEP, SCALED_STEP_IF_FINITE, ScalerSearch
 
 
 class OptimizerHooks:
-    def __init__(self, take_step: Callable[[], None], share_weights: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        take_step: Callable[[], None],
+        share_weights: Callable[[], None],
+        search: ScalerSearch | None = None,
+    ) -> None:
         """``take_step`` is K-FAC's part and calls ``begin``; ``share_weights`` is called after the optimizer's own
-        step."""
-        self._take_step, self._share_weights = take_step, share_weights
+        step. ``search``: finds the ``GradScaler``; None if K-FAC was given one."""
+        self._take_step, self._share_weights, self._search = take_step, share_weights, search
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._grafts: Grafts | None = None
         self._stepped, self._steps = False, Steps()
+        self._others: OtherOptimizers | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """Register the hooks; returns the handles that remove them."""
+        self._others = OtherOptimizers(optimizer, self._steps)
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        return [before(self._before), after(self._after)]
+        return [before(self._before), after(self._after), self._others]
 
     def begin(self, done: UpdateReport) -> None:
         """Prepare for the optimizer's step: hide gradients of parameters that K-FAC stepped, so it skips them."""
@@ -51,6 +63,9 @@ class OptimizerHooks:
         if not self._steps.enter():
             return None
         self.give_back()  # left over from a step that did not finish
+        search, scaler = self._search, self._steps.scaler
+        if search is not None and (scaler is not search.found or search.context.half is not None):
+            search.use(optimizer, scaler)
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             if not is_dummy(optimizer, [p for group in optimizer.param_groups for p in group["params"]]):
@@ -78,31 +93,95 @@ class OptimizerHooks:
         if self._stepped:
             self._stepped = False
             self._share_weights()
+        if self._others is not None:  # an outer optimizer that called this one still sees the same gradients
+            parameters = (p for group in self._others.optimizer.param_groups for p in group["params"])
+            stepped = next((p for p in parameters if p.grad is not None), None)
+            grad = None if stepped is None else stepped.grad
+            if stepped is not None and grad is not None:
+                self._others.stepped_on = stepped, ref(grad), grad._version
+
+
+class OtherOptimizers:
+    """Notices optimizers that step the parameters of K-FAC's own optimizer. Also the handle that ends it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps) -> None:
+        self.optimizer, self._steps = optimizer, steps
+        self.known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers that were checked already."""
+        self.stepped_on: tuple[Tensor, ref[Tensor], int] | None = None
+        """One of the gradients that the own optimizer stepped on: its parameter, and its version."""
+        _WATCHED.add(self)
+        if not _HANDLES:
+            _HANDLES.append(register_optimizer_step_post_hook(_after_any_step))
+
+    def remove(self) -> None:
+        _WATCHED.discard(self)
+        while not _WATCHED and _HANDLES:
+            _HANDLES.pop().remove()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if another optimizer has stepped the own one's parameters without calling it."""
+        own = {id(p) for p in _parameters_of(self.optimizer)}
+        if any(id(p) in own for p in _parameters_of(optimizer)):
+            if self._steps.outer is not None or self._has_just_stepped():
+                return
+            warnings.warn(
+                f"{type(optimizer).__name__} stepped parameters that K-FAC preconditions for another optimizer "
+                f"({type(self.optimizer).__name__}), so K-FAC had no part in that step. If the optimizer was made "
+                f"anew, close() this KFAC, or call dkfac.detach(model), and attach a new one: KFAC(model, optimizer)",
+                stacklevel=4,
+            )
+        self.known.add(optimizer)
+
+    def _has_just_stepped(self) -> bool:
+        """Whether the own optimizer was called by the other one: no gradient has changed since its step."""
+        if self.stepped_on is None:
+            return False
+        p, grad, version = self.stepped_on
+        return p.grad is None or (p.grad is grad() and p.grad._version == version)
+
+
+_WATCHED: WeakSet[OtherOptimizers] = WeakSet()
+_HANDLES: list[Any] = []
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for watched in tuple(_WATCHED):
+        if watched.optimizer is not optimizer and optimizer not in watched.known:
+            watched.check(optimizer)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Steps:
     """Detects nested steps: if a subclass calls its parent's ``step``, the hooks run for both."""
 
     def __init__(self) -> None:
-        self._outer: Any = None
+        self.outer: Any = None
         """The frame of PyTorch's wrapper around the step in progress."""
+        self.scaler: Any = None
+        """The ``GradScaler`` that called this step."""
 
     def enter(self) -> bool:
         """Return whether the calling hook belongs to the outermost step."""
         frame: Any = sys._getframe(2)
-        caller = frame
+        caller, scaler = frame, None
         while frame is not None:
-            if frame is self._outer:
+            if frame is self.outer:
                 return False
+            if scaler is None and (frame.f_code is SCALED_STEP or frame.f_code is SCALED_STEP_IF_FINITE):
+                scaler = frame.f_locals["self"]
             frame = frame.f_back
-        self._outer = caller
+        self.outer, self.scaler = caller, scaler
         return True
 
     def leave(self) -> bool:
         """Return whether the step that ends is the outermost one."""
-        if sys._getframe(2) is not self._outer:
+        if sys._getframe(2) is not self.outer:
             return False
-        self._outer = None
+        self.outer = None
         return True
 
 
@@ -124,11 +203,3 @@ def learning_rates(
     if lr is None:
         raise ValueError('rescale="kl-clip" and "norm-kl" need the learning rate: call kfac.step(lr=...)')
     return {id(p): lr for p in parameters}
-
-
-def check_scaler(optimizer: torch.optim.Optimizer | None, *, has_scaler: bool) -> None:
-    if not has_scaler and getattr(optimizer, "grad_scale", None) is not None:
-        raise RuntimeError(
-            "a GradScaler steps this optimizer: pass KFAC(..., grad_scaler=scaler), so that the loss scale does "
-            "not enter the statistics"
-        )

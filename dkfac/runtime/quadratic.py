@@ -8,7 +8,6 @@ is the Gauss-Newton matrix of this batch; each of the two takes one forward-mode
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils.stateless import _reparametrize_module
 
 from dkfac.capture.fisher import check_output, term_width
 from dkfac.comm.buffers import vector
 from dkfac.comm.transport import Transport
 from dkfac.config.settings import FisherLoss, Settings
 from dkfac.config.step_context import StepContext
+from dkfac.ops.torch_private import load_forward_mode_formulas, reparametrize_module
 from dkfac.runtime.levenberg_marquardt import LOSS_ROUNDING, LevenbergMarquardt, buffers_kept
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
@@ -57,7 +56,7 @@ def take(
     """Precondition and step; with a Levenberg-Marquardt damping, adapt it every few steps."""
     with warnings.catch_warnings():  # from the import of torch's forward-mode rules
         warnings.simplefilter("ignore", DeprecationWarning)
-        importlib.import_module("torch._decomp.decompositions_for_jvp")
+        load_forward_mode_formulas()
     raw = [p.grad.detach().clone() for p in parameters if p.grad is not None]
     damping, used = context.settings.damping, context.at("damping")
     precondition()
@@ -164,7 +163,7 @@ def _pushed(model: nn.Module, parameters: list[Tensor], moves: list[Tensor], clo
             for name, p in model.named_parameters(remove_duplicate=False)
             if id(p) in move_of
         }
-        with _reparametrize_module(model, dual):
+        with reparametrize_module(model, dual):
             output = closure()[1]
         tangent = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
         return torch.zeros_like(output) if tangent is None else tangent.clone()

@@ -24,7 +24,6 @@ from dkfac.decompose.refresh_sync import Found
 from dkfac.decompose.report import RefreshReport
 from dkfac.experimental.staleness import FactorIntervals
 from dkfac.factors.layer_state import LayerState
-from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops.precision import rounds_products, tf32
@@ -59,15 +58,14 @@ class Refresher:
         context: StepContext,
         ranks: RankPlan,
         states: dict[str, LayerState],
-        stacks: list[Stack],
         *,
         use_graphs: bool,
     ) -> RefreshReport:
         """Refresh the decompositions; between refreshes, only those of layers first measured since the last one.
 
-        A single process updates existing decompositions in place without synchronizing; new ones, and all of them with
-        several ranks, take the synchronous path. With ``inverse_lag``, existing ones are started here and used at a
-        later step.
+        Existing decompositions are updated in place without waiting for the device, if the solver can start from them.
+        New ones take the synchronous path. With ``inverse_lag``, existing ones are started here and used at a later
+        step.
         """
         if self.remote is not None:
             report = self.remote.refresh(context, ranks, states, self._transport)
@@ -76,22 +74,27 @@ class Refresher:
         if self.staleness is not None:
             return self._refresh_changed(context, ranks, states, self.staleness)
         report = self._take_up(context, ranks, states)
+        if context.refreshes:
+            self._replanner.judge_earlier_calls(ranks)
         lag = self._settings.inverse_lag
         new = {layer.name for layer in ranks.layers if states[layer.name].decomposed_at < 0}
-        due = set(ranks.by_name) if context.refreshes else set()
-        if self._transport.world_size == 1:  # skip layers never called: checking them would synchronize
+        if not self._transport.program.transfers:  # skip layers never called: checking them would synchronize
             new = {name for name in new if states[name].running}
-            if not lag:
-                due, done = self.scheduler.run(context, stacks, states, new, use_graphs=use_graphs)
-                report.add(done)
+        due = set(ranks.by_name) if context.refreshes else set()
+        if not lag:
+            due, done = self.scheduler.run(context, ranks, states, new, self._transport, use_graphs=use_graphs)
+            report.add(done)
+            report.add(self._look(context, ranks, states))
+        if context.measures and context.refreshes and self._settings.experimental.wire_form == "rows":
+            ranks = self._replanner.choose_rows(ranks)
+        report.plan = ranks.plan
         if not due and not (context.measures and new):
+            if context.measures and context.refreshes:
+                self._replanner.note_calls()
             return report
         means = refresh_sync.agree_on_means(ranks, states, self._transport, context)
         if context.measures:
             self._replanner.judge_calls(ranks)
-            if context.refreshes and self._settings.experimental.wire_form == "rows":
-                ranks = self._replanner.choose_rows(ranks)
-        report.plan = ranks.plan
         layers = [layer for layer in ranks.layers if layer.name in due | new and layer.name in means]
         if lag:
             old = [layer for layer in layers if layer.name not in new]
@@ -104,18 +107,38 @@ class Refresher:
             report.refreshed |= context.refreshes or any(layer.name in new for layer in layers)
         return report
 
-    def launch(self, context: StepContext, states: dict[str, LayerState], *, use_graphs: bool) -> RefreshReport:
-        """Called after a step: launch a slice of the refresh in the background."""
-        return self.scheduler.launch(context, states, use_graphs=use_graphs)
+    def launch(self, context: StepContext, ranks: RankPlan, states: dict[str, LayerState], *, use_graphs: bool) -> None:
+        """Called after a step: decompose the slice of a refresh that is due. Collective."""
+        self.scheduler.launch(context, ranks, states, self._transport, use_graphs=use_graphs)
 
     def join(self) -> None:
         """Make the current streams wait for the slice that was launched last."""
         self.scheduler.join()
 
-    def settle(self, context: StepContext, states: dict[str, LayerState]) -> RefreshReport:
-        """Read the outcome of every decomposition launched so far and repair failures. Synchronizes with the device."""
+    def settle(self, context: StepContext, ranks: RankPlan, states: dict[str, LayerState]) -> RefreshReport:
+        """Read the outcome of every decomposition launched so far and repair failures. Synchronizes with the device.
+
+        Several ranks read it later, in a step: a repair is collective, and a state may be saved by one rank.
+        """
         self.scheduler.join()
-        return self.scheduler.look(context, states, all_of_it=True)
+        return RefreshReport() if self._transport.program.transfers else self._look(context, ranks, states, True)
+
+    def _look(
+        self, context: StepContext, ranks: RankPlan, states: dict[str, LayerState], all_of_it: bool = False
+    ) -> RefreshReport:
+        """Read which of the decompositions that were updated in place failed, and decompose these again."""
+        failed, report = self.scheduler.look(context, states, self._transport, all_of_it=all_of_it)
+        if failed:
+            layers = [layer for layer in ranks.layers if any(layer.name == name for name, _ in failed)]
+            before = {layer.name: states[layer.name].decomposed_at for layer in layers}
+            with torch.autocast(layers[0].weight.device.type, enabled=False):
+                repaired = self._decompose(context, ranks, states, layers, frozenset(failed))[1]
+            for name, step in before.items():  # the layer's other factors are not newer than they were
+                states[name].decomposed_at = step
+            report.outcomes.update(repaired.outcomes)
+            report.tf32_safe |= repaired.tf32_safe
+            report.num_repaired += len(failed)
+        return report
 
     def note_rounding(self, device: torch.device) -> None:
         """Check whether a process-wide switch rounds matrix products, before decomposing in the background."""

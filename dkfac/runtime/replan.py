@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from dkfac.capture.collector import Collector
@@ -16,6 +17,7 @@ from dkfac.comm.transport import Transport
 from dkfac.experimental.overlap import Overlap
 from dkfac.factors import reduce
 from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops.host_copy import HostCopy
 from dkfac.plan.plan import Plan
 from dkfac.runtime.notices import Notices
 
@@ -24,6 +26,7 @@ class Replanner:
     def __init__(self, transport: Transport, collector: Collector, notices: Notices, overlap: Overlap | None) -> None:
         self._transport, self._collector, self._notices, self._overlap = transport, collector, notices, overlap
         self._counts: reduce.Counts | None = None
+        self._noted: HostCopy | None = None
         self.rows_seen: dict[str, float] = {}
         """Largest number of rows of a layer in one step since the last refresh; -1 if the host does not know it."""
 
@@ -39,19 +42,31 @@ class Replanner:
         self._counts = counts
 
     def judge_calls(self, ranks: RankPlan) -> None:
-        """Act on how often all ranks together called each layer: warn, give up moments, choose layers to overlap.
-        Synchronizes with the device."""
-        counts = self._counts
-        if counts is None or float(counts.num_bad) > 0 or float(counts.calls.sum()) == 0:
+        """Act on how often all ranks together called each layer. Synchronizes with the device."""
+        self.note_calls()
+        self.judge_earlier_calls(ranks)
+
+    def note_calls(self) -> None:
+        """Start copying the counts to the host, to be judged at a later step without waiting for the device."""
+        counts, self._counts = self._counts, None
+        if counts is not None:
+            numbers = torch.stack([counts.num_bad, counts.num_passes])
+            self._noted = HostCopy(torch.cat([numbers, counts.calls, counts.again]))
+
+    def judge_earlier_calls(self, ranks: RankPlan) -> None:
+        """Act on the counts that were noted last: warn, give up moments, choose layers to overlap."""
+        if self._noted is None:
             return
-        calls, again = counts.calls.tolist(), counts.again.tolist()
+        (num_bad, num_passes, *counts), self._noted = self._noted.read(), None
+        calls, again = counts[: len(ranks.layers)], counts[len(ranks.layers) :]
+        if num_bad > 0 or sum(calls) == 0:
+            return
         alone = {n for n, p in ranks.placements.items() if len(p.statistics) == 1}  # calls elsewhere are not counted
         self._notices.capture({name for name, i in ranks.index.items() if calls[i] > 0} | alone, 0)
         twice = {name for name, i in ranks.index.items() if again[i] > 0}
         self._collector.give_up_moments(twice, warn=ranks.rank == 0)
         if self._overlap is not None and not self._overlap.layers:
-            passes = float(counts.num_passes)
-            once = {name for name, i in ranks.index.items() if calls[i] == passes and again[i] == 0}
+            once = {name for name, i in ranks.index.items() if calls[i] == num_passes and again[i] == 0}
             self._overlap.choose(frozenset(once))
 
     def choose_rows(self, ranks: RankPlan) -> RankPlan:

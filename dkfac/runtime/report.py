@@ -48,9 +48,12 @@ class Instruments:
 
 
 def announcement(layers: list[Layer], left: list[Left], settings: Settings, optimizer: Any, plan: Plan) -> str:
-    """Return the line that summarizes what was attached."""
+    """Return the line that summarizes what was attached, with the share of the optimizer's parameters."""
     ours = sum(layer.spec.grad_elements for layer in layers)
-    share = ours / max(1, ours + sum(item.num_parameters for item in left))
+    total = ours + sum(item.num_parameters for item in left)
+    if optimizer is not None:
+        total = sum({id(p): p.numel() for group in optimizer.param_groups for p in group["params"]}.values())
+    share = ours / max(1, total)
     extra = _size(sum(state_bytes(layer, settings) for layer in layers))
     where = ""
     if plan.world_size > 1:

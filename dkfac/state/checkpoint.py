@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dkfac.config.settings import SCHEDULES
-from dkfac.factors.layer_state import Adaptive, Average, LayerState, rotate_moments
+from dkfac.factors.layer_state import Adaptive, Average, LayerState, change_basis, rotate_moments, rotations
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse
 from dkfac.plan.plan import Holding
@@ -88,8 +88,14 @@ def _save_layer(state: LayerState, layer: Layer, holding: Holding, decomposition
     if holding.adam:
         saved["momentum"] = _save_average(state.momentum, layer.spec.grad_shape, blank)
         saved["moments"] = _save_average(state.moments, layer.spec.grad_shape, blank)
-        if state.moments is not None and not decompositions:  # rotated back to the basis of the weights
-            saved["moments"]["value"] = rotate_moments(state.moments.value, state.basis(), None).clone()
+        saved["momentum_is_rotated"] = int(state.momentum_is_rotated and decompositions)
+        if not decompositions:  # rotated back to the basis of the weights
+            if state.moments is not None:
+                saved["moments"]["value"] = rotate_moments(
+                    state.moments.value, rotations(state.basis(), None, layer.dtype)
+                ).clone()
+            if state.momentum is not None and state.momentum_is_rotated:
+                saved["momentum"]["value"] = change_basis(state.momentum.value, state.basis(), None).clone()
         adaptive = state.adaptive or Adaptive.empty(layer.spec.grad_shape, **blank)
         saved["adaptive"] = {name: t.clone() for name, t in adaptive.tensors().items()}
     if not decompositions:

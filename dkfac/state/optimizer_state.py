@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dkfac.layers.layer import Layer
+from dkfac.ops.torch_private import value_by_policy
 
 
 def save_owned(optimizer: torch.optim.Optimizer | None, layers: list[Layer], state: dict[str, Any]) -> None:
@@ -54,7 +55,12 @@ def load_optimizer_state(
     for name, p in zip(("weight", "bias"), layer.parameters(), strict=False):
         found = saved.get(name)
         if found:
-            optimizer.state[p] = {key: _place(optimizer, p, key, value) for key, value in found.items()}
+            optimizer.state[p] = placed(optimizer, p, found)
+
+
+def placed(optimizer: torch.optim.Optimizer, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a parameter's entry as ``Optimizer.load_state_dict`` would place it."""
+    return {key: _place(optimizer, parameter, key, value) for key, value in entry.items()}
 
 
 def _save(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -68,8 +74,7 @@ def _place(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, value:
     """Return a copy with the device and dtype that ``Optimizer.load_state_dict`` would give it."""
     if not isinstance(value, Tensor):
         return copy.copy(value)
-    policy: Any = torch.optim.Optimizer._process_value_according_to_param_policy
-    return policy(parameter, value.clone(), 0, [{**_group(optimizer, parameter), "params": [0]}], key)
+    return value_by_policy(parameter, value.clone(), 0, [{**_group(optimizer, parameter), "params": [0]}], key)
 
 
 def _group(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:

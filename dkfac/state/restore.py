@@ -104,6 +104,7 @@ def _load_layer(saved: Any, layer: Layer, holding: Holding) -> LayerState:
             average = _average(saved[name], layer)
             _same_shape(layer, name, average.value, layer.spec.grad_shape)
             setattr(state, name, average)
+    state.momentum_is_rotated = bool(saved.get("momentum_is_rotated", False)) and holding.adam
     if "adaptive" in saved and holding.adam:
         blank = Adaptive.empty(layer.spec.grad_shape).tensors()
         for name, like in blank.items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac.factors.layer_state import rotate_moments
+from dkfac.factors.layer_state import change_basis, rotate_moments, rotations
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Eigen
 from dkfac.plan.spec import FactorSpec, cut_layer, whole_key
@@ -86,7 +86,11 @@ def _cut(saved: dict[str, Any], layer: Layer) -> dict[str, Any]:
     kept: dict[str, Any] = {name: value for name, value in saved.items() if name not in OF_DECOMPOSITIONS}
     if "momentum" in saved:
         basis, moments = _basis(saved), saved["moments"]
-        kept["moments"] = moments | {"value": rotate_moments(moments["value"], basis, None)}
+        turns = rotations(basis, None, moments["value"].dtype)
+        kept["moments"] = moments | {"value": rotate_moments(moments["value"], turns)}
+        if saved.get("momentum_is_rotated"):
+            value = change_basis(saved["momentum"]["value"], basis, None)
+            kept |= {"momentum": saved["momentum"] | {"value": value}, "momentum_is_rotated": 0}
     return kept | {"running": running}
 
 

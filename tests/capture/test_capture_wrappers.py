@@ -75,22 +75,6 @@ def test_a_layer_may_be_called_with_a_keyword():
     assert_factors(results[1], results[0], 0)
 
 
-def test_bypassing_the_models_forward_is_an_error_that_says_what_to_do():
-    model, (x, _) = Called(), batch(6, 4)
-    attach(model)
-    with pytest.raises(RuntimeError, match="attach K-FAC to the module that you call"):
-        model.net(x)
-
-
-def test_bypassing_the_models_forward_is_an_error_after_ordinary_steps_too():
-    model, (x, y) = Called(), batch(6, 4)
-    kfac = attach(model)
-    mean_loss(model(x), y).backward()
-    kfac.step()
-    with pytest.raises(RuntimeError, match="attach K-FAC to the module that you call"):
-        model.net(x[:3])
-
-
 def ddp_run(data, *, wrap, when="before", accumulate=1, **ddp_options):
     """Train with or without DDP, K-FAC attached before or after the wrap; returns parameters and factors."""
     model = mlp()
@@ -141,8 +125,3 @@ def test_one_distributed_tensor_among_the_parameters_is_refused_by_name(one_proc
     model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), init_device_mesh("cpu", (1,))))
     with pytest.raises(RuntimeError, match=r"'2.weight' is a DTensor"):
         attach(model)
-
-
-def test_data_parallel_is_refused():
-    with pytest.raises(TypeError, match="DistributedDataParallel"):
-        attach(nn.DataParallel(mlp()))

@@ -12,8 +12,8 @@ from helpers_training import LOCK
 from torch import nn
 
 from dkfac import KFAC
-from dkfac.decompose import batched_solve, initial_basis
-from dkfac.ops import decompose
+from dkfac.decompose import initial_basis
+from dkfac.ops import batches, decompose
 from dkfac.ops.together import renewed
 
 
@@ -48,13 +48,13 @@ def off_diagonal(factor, vectors):
     return float((turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))).norm() / turned.norm())
 
 
-@pytest.mark.parametrize("together", [batched_solve.SOLVE_BYTES, 1])
+@pytest.mark.parametrize("together", [batches.SOLVE_BYTES, 1])
 @pytest.mark.parametrize(("block_dim", "others"), [(None, [7, 97]), (48, [7])])
 def test_bases_are_near_the_eigenvectors_and_eigh_is_asked_for_other_sizes_alone(
     decompositions, monkeypatch, block_dim, others, together
 ):
     """Factors of 41 and 96, 97 and 50, 51 and 7, or pieces of at most 48 of them."""
-    monkeypatch.setattr(batched_solve, "SOLVE_BYTES", together)
+    monkeypatch.setattr(batches, "SOLVE_BYTES", together)
     kfac, _ = train(block_dim=block_dim)
     assert sorted(decompositions) == others
     for name, key in (("0", "A"), ("0", "G"), ("2", "A"), ("2", "G"), ("4", "A")):

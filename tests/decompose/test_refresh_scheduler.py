@@ -98,8 +98,13 @@ def due_at(kfac, step, spread, rhythm):
     steps = steps_of_slices(step, spread, rhythm)
     if step not in steps:
         return set()
-    parts = refresh_scheduler.cut(kfac._engine.stacks, len(steps))[steps.index(step)]
-    return {layer.name for stack, begin, end in parts for layer in stack.layers[begin:end]}
+    return set(cut(kfac, len(steps))[steps.index(step)])
+
+
+def cut(kfac, num_slices):
+    """Return the names of the layers in each slice of a model."""
+    slices = refresh_scheduler.cut([layer.spec for layer in kfac.layers], num_slices)
+    return [[kfac.layers[i].name for i in places] for places in slices]
 
 
 @pytest.mark.parametrize("rhythm", RHYTHMS)
@@ -205,7 +210,7 @@ def test_each_layer_is_decomposed_on_the_factors_of_the_step_at_which_its_slice_
     monkeypatch, solver, spread, rhythm, mode
 ):
     if spread == 3:  # as for large layers, where those of one shape come to lie in several slices
-        monkeypatch.setattr(refresh_scheduler, "_cost", lambda stack: (0.0, 1.0))
+        monkeypatch.setattr(refresh_scheduler, "_cost", lambda factors: (0.0, 1.0))
     model = net()
     options = PLAIN | RHYTHMS[rhythm] | {"factor_decay": 0.5, "damping": damping, "damping_mode": mode}
     oracle, begins = Oracle(solver, damping, mode), refreshes(RHYTHMS[rhythm], NUM_STEPS)
@@ -214,8 +219,9 @@ def test_each_layer_is_decomposed_on_the_factors_of_the_step_at_which_its_slice_
         modules = {layer.name: layer.module for layer in kfac.layers}
         assert len(modules) == 8
         if spread == 3:
-            parts = [part for parts in refresh_scheduler.cut(kfac._engine.stacks, 2) for part in parts]
-            assert len(parts) > len(kfac._engine.stacks)
+            factors = {layer.name: layer.spec.factors for layer in kfac.layers}
+            shapes = [{factors[name] for name in names} for names in cut(kfac, 2)]
+            assert set.intersection(*shapes), "layers of one shape in both"
         for step in range(NUM_STEPS):
             model.zero_grad()
             x, target = batch(step)
@@ -261,7 +267,7 @@ def test_a_layer_first_used_in_the_middle_of_a_refresh_is_decomposed_at_once_and
     late = model.late = nn.Linear(4, 2).double()
     options = PLAIN | rhythm | {"damping": 0.1, "solver": "cholesky", "factor_decay": 0.5}
     with KFAC(model, spread_refresh=3, **options) as kfac:
-        at, expected = [], []
+        at, expected, slices = [], [], []
         for step in range(12):
             model.zero_grad()
             x, target = batch(step)
@@ -275,7 +281,10 @@ def test_a_layer_first_used_in_the_middle_of_a_refresh_is_decomposed_at_once_and
             if step < 5:
                 expected.append(-1)
                 continue
-            due = step == 5 or "late" in due_at(kfac, step, 3, rhythm)
+            begun = max(begin for begin in refreshes(rhythm, 60) if begin <= step)
+            is_its_slice = "late" in due_at(kfac, step, 3, rhythm) and expected[-1] < begun
+            due = step == 5 or is_its_slice
+            slices.append(is_its_slice)
             if step == 5:
                 used = blocks_of(kfac)["late"]
             expected.append(step if due else expected[-1])
@@ -284,6 +293,7 @@ def test_a_layer_first_used_in_the_middle_of_a_refresh_is_decomposed_at_once_and
             if due:  # with its slice: from the next step on
                 used = blocks_of(kfac)["late"]
         assert at == expected
+        assert any(slices)
 
 
 # Saving and loading
@@ -346,17 +356,9 @@ def test_a_run_saved_in_the_middle_of_a_refresh_is_taken_up_bitwise(solver, spre
 # Slices
 
 
-class Shape:
-    """Stands for a stack of ``count`` layers with square weights of size ``dim``."""
-
-    def __init__(self, dim, count):
-        self.dim, self.count = dim, count
-        spec = SimpleNamespace(factors=(FactorSpec("A", dim), FactorSpec("G", dim)))
-        self.layers = [SimpleNamespace(spec=spec)] * count
-
-    @property
-    def num_layers(self):
-        return self.count
+def square(dim, count):
+    """Return ``count`` layers with square weights of size ``dim``."""
+    return [SimpleNamespace(factors=(FactorSpec("A", dim), FactorSpec("G", dim)), dim=dim)] * count
 
 
 MODELS = {
@@ -370,25 +372,26 @@ MODELS = {
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 5, 8, 20, 100])
 @pytest.mark.parametrize("model", MODELS)
 def test_slices_cover_every_layer_once_and_are_balanced(model, num_slices):
-    stacks = [Shape(dim, count) for dim, count in MODELS[model]]
-    slices = refresh_scheduler.cut(stacks, num_slices)
+    layers = [layer for dim, count in MODELS[model] for layer in square(dim, count)]
+    slices = refresh_scheduler.cut(layers, num_slices)
     assert len(slices) == num_slices
-    covered = [(stacks.index(stack), i) for parts in slices for stack, begin, end in parts for i in range(begin, end)]
-    assert covered == [(place, i) for place, stack in enumerate(stacks) for i in range(stack.num_layers)]
-    assert all(begin < end for parts in slices for _, begin, end in parts)
+    covered = [i for places in slices for i in places]
+    assert sorted(covered) == list(range(len(layers)))
+    order = [layers[i].dim for i in covered]
+    assert [dim for dim, _ in itertools.groupby(order)] == list(dict.fromkeys(order)), "those of one shape are adjacent"
     # A slice pays for each shape that it begins with and for each layer; its share is exceeded by one of each at most.
-    begin = {stack: 0.05 + 0.8 * math.ceil(stack.dim / 256) for stack in stacks}
-    each = {stack: 1e-3 + 1.6e-10 * stack.dim**3 for stack in stacks}
-    total = sum(begin[stack] + each[stack] * stack.num_layers for stack in stacks)
-    for parts in slices:
-        work = sum(begin[stack] + each[stack] * (j - i) for stack, i, j in parts)
+    dims = {layer.dim for layer in layers}
+    begin = {dim: 0.05 + 0.8 * math.ceil(dim / 256) for dim in dims}
+    each = {dim: 1e-3 + 1.6e-10 * dim**3 for dim in dims}
+    total = sum(begin.values()) + sum(each[layer.dim] for layer in layers)
+    for places in slices:
+        work = sum(begin[dim] for dim in {layers[i].dim for i in places}) + sum(each[layers[i].dim] for i in places)
         assert work <= total / num_slices + max(begin.values()) + max(each.values()) + 1e-9
 
 
 @pytest.mark.parametrize("num_slices", [2, 3, 4])
 def test_slices_of_equal_layers_have_about_equally_many(num_slices):
-    slices = refresh_scheduler.cut([Shape(2048, 48)], num_slices)
-    counts = [sum(end - begin for _, begin, end in parts) for parts in slices]
+    counts = [len(places) for places in refresh_scheduler.cut(square(2048, 48), num_slices)]
     assert sum(counts) == 48
     assert max(counts) - min(counts) <= 0.25 * 48 / num_slices
 
@@ -396,9 +399,8 @@ def test_slices_of_equal_layers_have_about_equally_many(num_slices):
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 4, 7, 30])
 def test_slices_of_a_model_cover_its_layers_once(num_slices):
     with KFAC(net(), announce=False, norm_form="unit") as kfac:
-        slices = refresh_scheduler.cut(kfac._engine.stacks, num_slices)
-        names = [layer.name for parts in slices for stack, begin, end in parts for layer in stack.layers[begin:end]]
-        assert sorted(names) == sorted(layer.name for layer in kfac.layers)
+        slices = cut(kfac, num_slices)
+        assert sorted(name for names in slices for name in names) == sorted(layer.name for layer in kfac.layers)
         if num_slices <= 4:
             assert all(slices)
 

@@ -293,7 +293,7 @@ WISHES = ("wants_graphs",)
 
 def _internal_modules():
     """Return all of dkfac's modules that the training uses."""
-    apart = ("cli", "recipes", "measure", "report_page", "__main__")
+    apart = ("cli", "recipes", "measure", "report_page", "integrations", "__main__")
     for found in pkgutil.walk_packages(dkfac.__path__, "dkfac."):
         if not any(f".{part}" in found.name for part in apart):
             importlib.import_module(found.name)

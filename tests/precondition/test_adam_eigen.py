@@ -19,9 +19,9 @@ from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.lr_scheduler import StepLR
 
 from dkfac import KFAC, Settings
-from dkfac.decompose import batched_solve, layer_factors, refresh_scheduler
+from dkfac.decompose import fallback, layer_factors, refresh_scheduler, renewal, replace
 from dkfac.factors.layer_state import carried
-from dkfac.ops import decompose, together
+from dkfac.ops import batches, decompose, together
 from dkfac.plan.strategies import FULL_STATISTICS
 from dkfac.precondition import adam_eigen
 
@@ -377,9 +377,8 @@ def test_moments_that_a_new_basis_makes_too_small_do_not_make_a_step_too_long():
 def test_a_little_of_a_large_moment_does_not_drown_a_small_one():
     angle = torch.tensor(0.02, dtype=torch.float64)
     turn = torch.tensor([[angle.cos(), angle.sin()], [-angle.sin(), angle.cos()]])
-    found = carried(
-        torch.tensor([[1.0], [1e-8]], dtype=torch.float64), torch.zeros(2, 1), lambda x: turn**2 @ x
-    ).flatten()  # fmt: skip
+    moments = torch.tensor([[[1.0], [1e-8]]], dtype=torch.float64)
+    found = carried(moments, torch.zeros(1, 2, 1), {"G": turn[None]}).flatten()
     assert found[0] == pytest.approx(1.0, rel=2e-3)
     assert found[1] == pytest.approx(1e-8, rel=0.25)  # a plain mean has 4e-4
 
@@ -437,14 +436,27 @@ def test_layers_in_different_groups_each_have_their_own_betas():
     assert_equals_the_oracle("AdamW", by_layer)
 
 
-def test_different_betas_within_a_layer_are_refused_by_name():
-    def mixed(model):
-        rest = [p for p in model.parameters() if p is not model.conv.bias]
-        return [{"params": rest, "betas": (0.9, 0.95)}, {"params": [model.conv.bias], "betas": (0.85, 0.95)}]
-
-    with pytest.raises(ValueError, match="betas") as refused:
-        start(parameters=mixed)
-    assert all(word in str(refused.value) for word in ("'conv'", "0.9", "0.85"))
+@pytest.mark.parametrize("options", [{"betas": (0.85, 0.95)}, {"eps": 1e-3}])
+def test_a_bias_with_betas_of_its_own_is_stepped_by_the_optimizer_exactly(options):
+    """The weight is preconditioned; the bias takes the steps that the optimizer takes alone on the same gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3)).double()
+    (layer,), steps = model, []
+    bias = torch.nn.Parameter(layer.bias.detach().clone())
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias]} | options]
+    optimizer, alone = torch.optim.AdamW(groups, lr=0.1), torch.optim.AdamW([{"params": [bias]} | options], lr=0.1)
+    kfac = KFAC(model, optimizer, announce=False)
+    assert [(item.name, item.reason[:19]) for item in kfac.left] == [("0.bias", "the optimizer has o")]
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4).double()).square().sum().backward()
+        bias.grad = layer.bias.grad.clone()
+        optimizer.step()
+        alone.step()
+        steps.append((layer.bias.detach().clone(), bias.detach().clone()))
+    assert all(torch.equal(mine, other) for mine, other in steps)
+    assert set(optimizer.state) == {layer.bias}
+    assert kfac.factors()["0"]["A"].shape == (4, 4)
 
 
 # What the optimizer and the user see
@@ -467,7 +479,7 @@ def test_the_optimizers_own_state_is_saved_and_loaded_as_ever():
     model, optimizer, _ = start()
     train(model, optimizer, 0, 3)
     saved = copy.deepcopy(optimizer.state_dict())
-    (place,) = saved["state"].values()
+    place = saved["state"][[p is model.place for p in model.parameters()].index(True)]
     assert place["exp_avg"].shape == model.place.shape
     train(model, optimizer, 3, 6)
     optimizer.load_state_dict(saved)
@@ -859,10 +871,10 @@ def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
     found = []
     for in_place in (True, False):
         with monkeypatch.context() as patch:
-            seen, real = [], batched_solve._turn
-            patch.setattr(batched_solve, "_turn", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
+            seen, real = [], replace._carry
+            patch.setattr(replace, "_carry", lambda *given, seen=seen, real=real: seen.append(0) or real(*given))
             if not in_place:
-                patch.setattr(refresh_scheduler, "is_renewable", lambda *_: False)
+                patch.setattr(refresh_scheduler, "may_renew", lambda _: False)
             model, optimizer, kfac = deep()
             train(model, optimizer, 0, STEPS)
             assert bool(seen) == in_place
@@ -873,13 +885,11 @@ def test_a_refresh_in_place_rotates_moments_as_a_careful_one_does(monkeypatch):
 
 @pytest.mark.parametrize("room", [1, 10**9])
 def test_how_much_is_decomposed_together_changes_nothing(room, monkeypatch):
-    found, calls, real = [], [], batched_solve._solve
-    for most in (room, batched_solve.SOLVE_BYTES):
+    found, calls, real = [], [], renewal._solve_batch
+    for most in (room, batches.SOLVE_BYTES):
         with monkeypatch.context() as patch:
-            patch.setattr(batched_solve, "SOLVE_BYTES", most)
-            patch.setattr(
-                batched_solve, "_solve", lambda parts, *given: calls.append(len(parts)) or real(parts, *given)
-            )
+            patch.setattr(batches, "SOLVE_BYTES", most)
+            patch.setattr(renewal, "_solve_batch", lambda some, *given: calls.append(len(some)) or real(some, *given))
             model, optimizer, _ = deep()
             train(model, optimizer, 0, STEPS)
         found.append(model)
@@ -888,27 +898,28 @@ def test_how_much_is_decomposed_together_changes_nothing(room, monkeypatch):
     assert_weights(*found, 1e-10)
 
 
-def test_a_repaired_basis_takes_the_place_of_the_old_one():
-    """A captured graph reads and writes the memory it was captured with."""
+def repair(runner, layer, key):
+    runner.refresher._decompose(runner.context, runner.ranks, runner.states, [layer], frozenset({(layer.name, key)}))
+
+
+def test_a_repaired_basis_takes_the_place_of_the_old_one_and_moments_are_rotated_to_it():
     model, optimizer, kfac = deep()
     train(model, optimizer, 0, STEPS)
     runner = kfac._engine
     layer = next(la for la in kfac.layers if la.kind == "linear")
     state = runner.states[layer.name]
-    for stack in runner.stacks:
-        stack.decompositions(runner.states), stack.moments(runner.states, "moments")
-    old, moments, before = state.decompositions["A"], state.moments.value, state.decompositions["A"].vectors.clone()
+    before, moments = state.decompositions["A"].vectors.clone(), state.moments.value.clone()
     expected = copy.deepcopy(state)
     state.running["A"].value.copy_(torch.diag(torch.arange(1.0, 1 + layer.spec.factor("A").dim)))
     expected.running["A"].value.copy_(state.running["A"].value)
-    refresh_scheduler._repair(layer, runner.states[layer.name], "A", runner.context)
+    repair(runner, layer, "A")
     ((new, rung),) = layer_factors.decompose(layer, expected, ["A"], kfac.settings, runner.step).values()
     layer_factors.adopt(layer, expected, {"A": rung}, {"A": new}, kfac.settings, runner.step)
-    assert state.decompositions["A"] is old
-    assert state.moments.value is moments
-    assert not torch.equal(old.vectors, before)
-    assert torch.equal(old.vectors, expected.decompositions["A"].vectors)
-    assert torch.equal(moments, expected.moments.value)
+    assert not torch.equal(state.decompositions["A"].vectors, before)
+    assert not torch.equal(state.moments.value, moments)
+    assert torch.equal(state.decompositions["A"].vectors, expected.decompositions["A"].vectors)
+    assert torch.equal(state.moments.value, expected.moments.value)
+    assert torch.equal(state.momentum.value, expected.momentum.value)
 
 
 def test_a_basis_that_fails_in_place_leaves_moments_where_they_are(monkeypatch):
@@ -920,7 +931,9 @@ def test_a_basis_that_fails_in_place_leaves_moments_where_they_are(monkeypatch):
         return (new, sound & False) if len(calls) % 2 else (new, sound)
 
     monkeypatch.setattr(together, "_renewed", sometimes)
-    monkeypatch.setattr(refresh_scheduler, "_repair", lambda *_: "kept")
+    monkeypatch.setattr(
+        layer_factors, "refresh", lambda f, old, *given: (old, "kept") if old else fallback.refresh(f, old, *given)
+    )
     model, optimizer, kfac = deep()
     train(model, optimizer, 0, STEPS)
     assert len(calls) > 20
@@ -1046,7 +1059,7 @@ def test_a_layer_whose_basis_was_kept_goes_on_in_the_same_moments(monkeypatch):
     runner, layer = kfac._engine, kfac.layers[-1]
     before = runner.states[layer.name].moments.value
     monkeypatch.setattr(layer_factors, "refresh", lambda factor, old, *_: (old, "kept"))
-    refresh_scheduler._repair(layer, runner.states[layer.name], "A", runner.context)
+    repair(runner, layer, "A")
     assert runner.states[layer.name].moments.value is before
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import reference as ref
@@ -14,6 +15,7 @@ from helpers_ranks import on_threads
 from helpers_settings import arranged
 from torch import nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RMSprop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dkfac import KFAC
 from dkfac.config import optimizer_rules
@@ -22,7 +24,7 @@ from dkfac.ops import together
 from dkfac.precondition import adam_eigen, adaptive
 
 OPTIONS = EXACT | {"curvature": "adaptive", "solver": "eigen", "norm_form": "unit"}
-acted = graphs.acted
+played, acted = graphs.played, graphs.acted
 
 
 class Lion(torch.optim.Optimizer):
@@ -273,6 +275,40 @@ def test_a_run_resumes_anywhere_to_the_last_bit(case):
         assert all(map(torch.equal, again, one_process(case)))
 
 
+@pytest.mark.parametrize(("before", "after"), [("SGD", "AdamW"), ("AdamW", "SGD")])
+def test_momentum_goes_on_with_another_optimizer(before, after):
+    """SGD's is kept in the eigenbasis, Adam's in that of the weights."""
+    saved = Run(before).train(0, 6).kfac
+    run = Run(after)
+    run.kfac.load_state_dict(saved.state_dict())
+    run.train(6, 7)
+    known = saved.state_dict(decompositions=False)["layers"]
+    for name, state in run.kfac.state_dict(decompositions=False)["layers"].items():
+        grad = ref.gradient_blocks(run.model.get_submodule(name))
+        value = known[name]["momentum"]["value"] * 0.9
+        if grad.shape == value.shape:
+            torch.testing.assert_close(state["momentum"]["value"], value + grad, rtol=1e-9, atol=1e-12)
+
+
+class Products(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("case", "curvature", "number"), [
+    ("SGD", "adaptive", 4), ("RMSprop, L2", "adaptive", 4), ("AdamW", "adaptive", 6), ("AdamW", "adam-eigen", 4),
+])  # fmt: skip
+def test_a_step_multiplies_each_layer_by_its_bases_as_often_as_it_must(case, curvature, number):
+    run = Run(case, net="small", curvature=curvature, factor_interval=10, inverse_interval=10).train(0, 3)
+    run.backward(3)
+    with Products() as products:
+        run.optimizer.step()
+    assert products.number == number * len(run.kfac._engine.states)
+
+
 @some_cases
 def test_micro_batches_give_the_weights_of_the_whole_batch(case):
     run = Run(case, accumulate="mean").train(0, 10, pieces=3)
@@ -331,3 +367,16 @@ def test_what_auto_stands_for_follows_from_optimizer_and_options(case, options, 
     model, (kind, settings) = build("deep"), CASES.get(case, (None, {}))
     with KFAC(model, kind and kind(model.parameters(), **settings), announce=False, **arranged(options)) as kfac:
         assert kfac.settings.curvature == chosen
+
+
+@pytest.mark.parametrize("scale", [1e-17, 1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("c", [0.01, 1.0, 10.0])
+def test_scores_do_not_depend_on_the_unit_of_the_loss(scale, c):
+    torch.manual_seed(0)
+    momentum, gradient, spread = torch.randn(3, 1, 300, 300, dtype=torch.float64)
+    square, weight = (2 * spread).exp(), torch.tensor([3.0], dtype=torch.float64)
+    stack, log = SimpleNamespace(num_layers=1, elements=90_000, blocks=1), torch.tensor([math.log(c)])
+    exact = adaptive.judge(gradient, momentum, square, weight, log.double(), stack)
+    small = (x.float() for x in (scale * gradient, scale * momentum, scale**2 * square, weight))
+    for ours, theirs in zip(adaptive.judge(*small, log, stack), exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-3, atol=1e-3)

@@ -27,7 +27,7 @@ def test_a_layer_that_was_never_measured_keeps_its_raw_gradient(rescale):
     model.forward = forward
     mean_loss(model(x), y).backward()
     raw = gradients(model)
-    with pytest.warns(UserWarning, match="not called as modules.*: 2"):
+    with pytest.warns(UserWarning, match="saw neither a call of their module.*: 2"):
         kfac.step(lr=0.1)
     after = gradients(model)
     for name in raw:

@@ -4,14 +4,17 @@ Graphs are acted here: a replay runs what was captured once more, on the memory 
 what other graphs of its memory had returned. The real ones are tested on a GPU by test_gpu_speed.py.
 """
 
+import functools
 import importlib.util
 import os
 
+import helpers_parity
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers_kernels import assert_passes_interpreted
 from helpers_optimizers import optimizer_of
+from helpers_ranks import on_threads
 from torch import nn
 
 import dkfac
@@ -57,7 +60,8 @@ class Acted:
 
 
 @pytest.fixture
-def acted(monkeypatch):
+def played(monkeypatch):
+    """Graphs are acted; who wants them is as in the library."""
     pools = {}
 
     def capture(self, function, device):
@@ -66,9 +70,15 @@ def acted(monkeypatch):
 
     monkeypatch.setattr(Acted, "replays", 0)
     monkeypatch.setattr(graph_cache.GraphPool, "capture", capture)
-    monkeypatch.setattr(engine, "wants_graphs", lambda settings, *_: settings.cuda_graph)
+    monkeypatch.setattr(engine, "has_one_gpu", lambda _: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return pools
+
+
+@pytest.fixture
+def acted(played, monkeypatch):
+    monkeypatch.setattr(engine, "wants_graphs", lambda settings, *_: settings.cuda_graph)
+    return played
 
 
 def build(dtype):
@@ -336,3 +346,29 @@ def test_interpreted_kernels_copy_what_is_measured(acted, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="this is that session")
 def test_the_kernels_run_in_tritons_interpreter():
     assert_passes_interpreted(__file__, "interpreted_")
+
+
+RANKS = {
+    "SGD": {"solver": "warm-eigen", "curvature": "adaptive"},
+    "AdamW": {"solver": "warm-eigen", "curvature": "adaptive", "adam": True},
+    "kfac": {"solver": "cholesky"},
+    "slices": {"solver": "warm-eigen", "curvature": "adaptive", "spread_refresh": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:cuda_graph has no effect with strategy='mem-opt'")
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        pytest.param(case, strategy, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for i, case in enumerate(RANKS)
+        for j, strategy in enumerate(("comm-opt", "replicated", "mem-opt"))
+    ],
+)
+def test_ranks_that_precondition_all_layers_take_steps_from_graphs(played, case, strategy):
+    options = RANKS[case] | {"strategy": strategy, "net": "wide", "world_size": 2}
+    jobs = [functools.partial(helpers_parity.train, cuda_graph=wanted, **options) for wanted in (False, True)]
+    plain, ours = (on_threads(2, job) for job in jobs)
+    assert (Acted.replays > 20) == (strategy != "mem-opt")
+    for one, other in zip([w for weights in plain for w in weights], [w for r in ours for w in r], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)

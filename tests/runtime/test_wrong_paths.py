@@ -167,16 +167,6 @@ def test_layers_thawed_after_attach_are_named_once():
     kfac.step()
 
 
-def test_a_scaler_that_kfac_was_not_told_of_is_refused_where_it_shows():
-    model, (x, y) = mlp(dtype=torch.float32), batch(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    attach(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(mean_loss(model(x.float()), y.float())).backward()
-    with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
-        scaler.step(optimizer)
-
-
 def test_many_passes_without_a_step_are_pointed_out(monkeypatch):
     monkeypatch.setattr("dkfac.capture.passes.NEVER_STEPPED", 5)
     model, (x, y) = mlp(), batch(6, 4)

@@ -320,7 +320,8 @@ def test_recipes_doctor_and_simulate_speak(capsys, tmp_path, monkeypatch):
     assert "set --input" in capsys.readouterr().out
     assert "cannot be called without arguments" in failed(capsys, "doctor", "my_train:wrong")
     assert "is not package.module:function" in failed(capsys, "doctor", "my_train")
-    assert main(["simulate", "resnet18", "--ranks", "4", "--strategy", "sharded", "--overlap"]) == 0
-    out = capsys.readouterr().out
-    assert "sharded, overlap, 4 ranks" in out
-    assert "refresh, 1 of 100" in out
+    for block_dim, pieces in ((), ", pieces of 256"), (("--block-dim", "none"), ""):
+        assert main(["simulate", "resnet18", "--ranks", "4", "--strategy", "sharded", "--overlap", *block_dim]) == 0
+        out = capsys.readouterr().out
+        assert f"sharded, overlap{pieces}, 4 ranks" in out
+        assert "refresh, 1 of 100" in out

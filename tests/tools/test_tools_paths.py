@@ -42,9 +42,6 @@ def refuses():
 
 def lazy():
     return nn.LazyLinear(3)
-
-def parallel():
-    return nn.DataParallel(good())
 """
 FILES = {
     "mine.py": MODELS,
@@ -101,7 +98,6 @@ def test_the_current_folder_comes_first(project, capsys):
         ("wide", ["0: A of dim 20001 > max_dim=8192", "1: A of dim 20001 > max_dim=8192"]),
         ("Recurrent", ["cell: no K-FAC rule for LSTM", 'norm: norm layer (norm_form="off")']),
         ("lazy", ["is lazy and has no shape yet"]),
-        ("parallel", ["use torch.nn.parallel.DistributedDataParallel"]),
     ],
 )
 def test_the_reasons_why_nothing_can_be_preconditioned_are_said(project, capsys, model, reasons):

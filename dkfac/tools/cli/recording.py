@@ -96,7 +96,7 @@ def record(task: dict[str, Any]) -> int:
     about = {"recipe": task["script"], "arguments": task["arguments"], "hyper": {"seed": task["seed"]}, "world_size": 1,
              "num_steps": task["steps"], "kfac": task["options"] if is_kfac else None}  # fmt: skip
     _write(place / "settings.json", about)
-    watch = ScriptWatcher(task["options"], task["target"], command="dkfac compare", tries=not is_kfac)
+    watch = ScriptWatcher(task["options"], task["target"], command="dkfac compare", strict=True, tries=not is_kfac)
     with open(place / "metrics.jsonl", "w", buffering=1) as file:
         steps = StepRecorder(file, task["steps"])
         steps.watch()

@@ -1,12 +1,14 @@
 """``dkfac run``: run an unmodified training script with K-FAC.
 
-Input: a script and settings. Output: the script's exit status, or 3 if K-FAC was not attached. Owns: nothing.
+Input: a script and settings. Output: the script's exit status; with ``--strict`` 3 if K-FAC was not attached. Owns:
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import os
 import runpy
 import sys
@@ -22,8 +24,9 @@ def add_run_command(commands: Any) -> None:
     from dkfac.tools.settings_table import help_lines
 
     about = (
-        "Runs a script and attaches K-FAC to its model and optimizer at the first training forward pass. Under "
-        "torchrun: torchrun --nproc-per-node N -m dkfac run train.py ARGUMENTS"
+        "Runs a script and attaches K-FAC to each of its optimizers and the model that it trains, at the first "
+        "training forward pass. Where that is not possible, a line says why and the script goes on without K-FAC. "
+        "Under torchrun: torchrun --nproc-per-node N -m dkfac run train.py ARGUMENTS"
     )
     parser = commands.add_parser(
         "run",
@@ -42,37 +45,61 @@ def add_run_command(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="any setting listed below; can be repeated",
     )
-    add("--target", help="for a script with several optimizers: the number of one, or its class or its model's class")
-    add("script", type=Path, help="the script, followed by its own arguments")
+    add("--target", help="attach to one of several optimizers only: its number, its class or its model's class")
+    add("--strict", action="store_true", help="end the script with status 3 where K-FAC cannot be attached")
+    add(
+        "--save",
+        action="store_true",
+        help="save K-FAC's state beside the script's file of the optimizer's state, as FILE.dkfac, and load it again",
+    )
+    add("-m", dest="module", action="store_true", help="run a module, as python -m does: dkfac run -m package.train")
+    add("script", help="the script, followed by its own arguments")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_check)
 
 
 def _check(given: argparse.Namespace) -> Callable[[], int]:
     """Check the options and return a function that runs the script."""
-    if not given.script.is_file():
+    if not given.module and not Path(given.script).is_file():
         raise ValueError(f"there is no script {given.script}")
+    if given.module:
+        sys.path[0] = os.getcwd()
+        if _find(given.script) is None:
+            raise ValueError(f"there is no module {given.script}; it is searched for in this folder and on PYTHONPATH")
     options = read_options(given)
     return lambda: _run_script(given, options)
 
 
-def _run_script(given: argparse.Namespace, options: dict[str, Any]) -> int:
-    from dkfac.tools.cli.watch import ScriptWatcher, say
+def _find(module: str) -> Any:
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
 
-    sys.argv = [str(given.script), *given.arguments]
-    sys.path[0] = str(given.script.resolve().parent)
-    with ScriptWatcher(options, given.target) as watch:
+
+def _run_script(given: argparse.Namespace, options: dict[str, Any]) -> int:
+    from dkfac.tools.cli.watch import Refused, ScriptWatcher
+
+    sys.argv = [given.script, *given.arguments]
+    status: Any = 0
+    with ScriptWatcher(options, given.target, strict=given.strict, save=given.save) as watch:
         try:
-            runpy.run_path(os.path.abspath(given.script), run_name="__main__")
+            if given.module:
+                runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(given.script).resolve().parent)
+                runpy.run_path(os.path.abspath(given.script), run_name="__main__")
+        except Refused as reason:
+            print(reason.code, file=sys.stderr)
+            return 3
         except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
+            status = end.code
     missed = watch.last_word()
-    if missed is None:
-        return 0
-    if int(os.environ.get("RANK", "0")) == 0:
-        say(f"K-FAC was not attached: {missed}")
-    return 3
+    if missed is not None:
+        watch.say(f"K-FAC was not attached: {missed}")
+    if status not in (None, 0):
+        raise SystemExit(status)
+    return 3 if given.strict and watch.optimizer is None and not watch.has_children else 0
 
 
 def read_options(given: argparse.Namespace, others: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

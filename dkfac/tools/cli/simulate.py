@@ -12,7 +12,8 @@ from typing import Any, get_args
 from dkfac.config.settings import Settings, Solver, Strategy
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.models import MODELS, work_of
-from dkfac.plan.search import predict
+from dkfac.plan.search import cut_work, predict
+from dkfac.plan.spec import cut_layer
 from dkfac.tools.cli.plan import check_counts, read_batch, read_cluster, read_shapes, write_step
 
 
@@ -34,20 +35,39 @@ def add_simulate_command(commands: Any) -> None:
     add("--factor-interval", type=int, default=10)
     add("--inverse-interval", type=int, default=100)
     add("--solver", default="eigen", choices=get_args(Solver))
+    add(
+        "--block-dim",
+        type=_block_dim,
+        default=Settings().block_dim,
+        metavar="N",
+        help="factors in pieces of at most N features, or none: whole factors (default: %(default)s, as in KFAC)",
+    )
     add("--trace", type=Path, help="write a trace of the refresh step for Perfetto")
     add("--gantt", type=Path, help="draw the refresh step, as .png or .svg")
     parser.set_defaults(run=_run)
 
 
+def _block_dim(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _run(given: argparse.Namespace) -> int:
     check_counts(given)
-    cluster, shapes = read_cluster(given), read_shapes(given, Settings())
-    work = work_of(shapes, read_batch(given), cluster.costs)
+    cluster, shapes = read_cluster(given), read_shapes(given, Settings(block_dim=None))
+    whole = [shape.spec for shape in shapes]
+    specs = [cut_layer(spec, given.block_dim) for spec in whole]
+    work = cut_work(work_of(shapes, read_batch(given), cluster.costs), whole, specs)
     choices = Choices(
         strategy=given.strategy, solver=given.solver, factor_interval=given.factor_interval,
         inverse_interval=given.inverse_interval, fusion="optimal" if given.overlap else "one",
+        block_dim=given.block_dim,
     )  # fmt: skip
-    plan = make_plan([shape.spec for shape in shapes], given.ranks, choices, cluster, work)
+    plan = make_plan(specs, given.ranks, choices, cluster, work)
     found = predict(plan, choices, given.overlap, cluster, work, keep=3)
     what = f"{given.model}, {found.name}, {given.ranks} ranks, cluster {cluster.name}"
     print(f"{what}: {1e3 * found.seconds:.1f} ms per step")

@@ -1,153 +1,288 @@
-"""Attach K-FAC to the model of an unmodified script.
+"""Attach K-FAC to the models and optimizers of an unmodified script.
 
-Input: a running script. Output: K-FAC attached before the first training forward pass, or an error. Owns: its patches
-of ``nn.Module.__call__``, ``Optimizer.__init__`` and ``GradScaler.__init__``, which it removes when it has attached.
+Input: a running script. Output: K-FAC attached to each optimizer before the first forward pass that it trains, or a
+line that says why not. Owns: its patches of ``Optimizer.__init__`` and, while an optimizer waits for its model, of
+``nn.Module.__call__``; hooks on the steps of all optimizers; what is known of each optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
-from weakref import ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
-from dkfac.kfac import KFAC
+from dkfac.comm import vote
+from dkfac.layers.find import unwrap
+from dkfac.runtime.attach import choose_group, prepare_attachment
+from dkfac.runtime.optimizer_hooks import is_dummy
+from dkfac.tools.cli.children import watched_children
+from dkfac.tools.cli.guarded import GuardedKFAC
+from dkfac.tools.cli.owner import find_model, owns_any, trained_parameters
+from dkfac.tools.cli.script_state import StateFiles
+from dkfac.tools.cli.watched import Watched, label, question
 
-OWNED = 0.5
-"""Fraction of an optimizer's parameters that a module must own to count as its model."""
+MOST_CHANGES = 3
+"""How often K-FAC follows a script that steps the same parameters with one optimizer and then another."""
 
 
 class Refused(SystemExit):
-    """K-FAC cannot be attached to this script; ``code`` is the reason. A ``SystemExit``, so that scripts do not catch
-    it."""
+    """K-FAC cannot be attached, and the user wants an error; ``code`` is the reason. A ``SystemExit``, so that scripts
+    do not catch it."""
+
+
+class Replaced(RuntimeError):
+    """Another optimizer steps the parameters of this one."""
 
 
 class ScriptWatcher:
-    """Records the optimizers and gradient scalers that a script builds. At the first training forward pass of a module
-    that owns an optimizer's parameters, attaches K-FAC to both. ``tries``: close it again at once, only to find out
-    whether it can be attached."""
+    """Attaches K-FAC to the optimizers that a script builds. ``strict``: end the script where that is not possible.
+    ``tries``: only find out whether it is possible."""
 
     def __init__(
-        self, options: dict[str, Any], target: str | None, *, command: str = "dkfac run", tries: bool = False
-    ) -> None:
-        self.options, self.target, self.command, self.tries = options, target, command, tries
-        self.attached: KFAC | None = None
+        self, options: dict[str, Any], target: str | None = None, *, command: str = "dkfac run", strict: bool = False,
+        tries: bool = False, save: bool = False,
+    ) -> None:  # fmt: skip
+        self._how = {"options": options, "target": target, "command": command, "strict": strict, "save": save}
+        self.options, self.target, self.command, self.strict, self.tries = options, target, command, strict, tries
         self.optimizer: str | None = None
-        """Class name of the optimizer that K-FAC was attached to."""
-        self._optimizers: list[ref[torch.optim.Optimizer]] = []
-        self._scalers: list[ref[Any]] = []
-        self._undo: list[Callable[[], None]] = []
+        """Class name of the first optimizer that K-FAC was attached to."""
+        self._first: ReferenceType[Any] | None = None
+        self._known: WeakKeyDictionary[torch.optim.Optimizer, Watched] = WeakKeyDictionary()
+        self._numbers, self._changes, self._has_said = itertools.count(1), 0, False
+        self.has_children = False
+        self._files = StateFiles(self._kfac_of, self._load_state, self._say_once) if save else None
+        self._said: set[str] = set()
+        self._closing: list[ReferenceType[Any]] = []
+        self._stack, self._call = contextlib.ExitStack(), contextlib.ExitStack()
+
+    # --- begin and end ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> ScriptWatcher:
-        self._note(torch.optim.Optimizer, self._optimizers)
-        self._note(torch.amp.GradScaler, self._scalers)
-        call: Any = nn.Module.__call__
+        build: Any = torch.optim.Optimizer.__init__
 
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._attach_if_model(module)  # before the call: hooks added during a call do not see it
-            return call(module, *args, **kwargs)
+        def built(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            build(optimizer, *args, **kwargs)
+            self._add(optimizer)
 
-        nn.Module.__call__ = watched  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(nn.Module, "__call__", call))
+        self._stack.enter_context(_replaced(torch.optim.Optimizer, "__init__", built))
+        for register, hook in (
+            (torch_optimizer.register_optimizer_step_pre_hook, self._before_step),
+            (torch_optimizer.register_optimizer_step_post_hook, self._after_step),
+        ):
+            self._stack.callback(register(hook).remove)
+        if not self.tries:
+            self._stack.enter_context(watched_children(_watch_here, self._how, self._note_child))
+        if self._files is not None:
+            self._stack.enter_context(self._files.patched())
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._call.close()
+        self._stack.close()
 
-    def _note(self, kind: Any, found: list[ref[Any]]) -> None:
-        """Record every new instance of a class, whoever builds it."""
-        build = kind.__init__
-
-        def built(instance: Any, *args: Any, **kwargs: Any) -> None:
-            build(instance, *args, **kwargs)
-            found.append(ref(instance))
-
-        kind.__init__ = built
-        self._undo.append(lambda: setattr(kind, "__init__", build))
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that are alive, in the order of their creation."""
-        alive = [found() for found in self._optimizers]
-        return [o for o in alive if o is not None]
-
-    def _attach_if_model(self, module: nn.Module) -> None:
-        """Attach K-FAC if the module is in training mode and owns an optimizer's parameters."""
-        if self.optimizer is not None or not module.training or not torch.is_grad_enabled():
-            return
-        owned = [o for o in self.optimizers() if _share(o, module) >= OWNED]
-        if not owned:
-            return
-        chosen = self._choose(owned, module)
-        if chosen is None:
-            return
-        self.__exit__()
-        self.optimizer = type(chosen).__name__
-        self._attach(module, chosen)
-
-    def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        alive = [scaler for found in self._scalers if (scaler := found()) is not None and scaler.is_enabled()]
-        scaler = alive[-1] if alive else None
-        try:
-            if self.tries:
-                with warnings.catch_warnings(action="ignore"):  # they are shown in the run with K-FAC
-                    KFAC(module, optimizer, grad_scaler=scaler, **{**self.options, "announce": False}).close()
-            else:
-                self.attached = KFAC(module, optimizer, grad_scaler=scaler, **self.options)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise Refused(f"{self.command}: K-FAC cannot be attached: {error}") from None
-
-    def _choose(self, owned: list[torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer | None:
-        """Return the optimizer to attach to; None if it is not an optimizer of this module."""
-        every = self.optimizers()
-        if self.target is None:
-            if len(every) > 1:
-                raise Refused(self._explain(every))
-            return every[0]
-        wanted = [o for i, o in enumerate(every, 1) if self.target in (str(i), type(o).__name__)]
-        if len(wanted) > 1:
-            raise Refused(self._explain(every))
-        if wanted:
-            return wanted[0] if wanted[0] in owned else None
-        return owned[0] if self.target == type(_inner(module)).__name__ else None
-
-    def _explain(self, every: list[torch.optim.Optimizer]) -> str:
-        lines = [f"{self.command}: the script has {len(every)} optimizers; choose the one to use with K-FAC:"]
-        for number, optimizer in enumerate(every, 1):
-            count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            lines.append(f"  --target {number}  {type(optimizer).__name__} with {count:,} parameters")
-        return "\n".join([*lines, "or --target with the class name of the model"])
+    @property
+    def attached(self) -> Any:
+        """The first ``KFAC`` that was attached, if it is still there."""
+        return None if self._first is None else self._first()
 
     def last_word(self) -> str | None:
-        """Return why K-FAC was not attached; None if it was."""
-        if self.optimizer is not None:
+        """Return why K-FAC was not attached to anything, if the user was not told; None otherwise."""
+        if self.optimizer is not None or self._has_said or self.has_children:  # a child says it itself
             return None
-        if not self._optimizers:
+        if next(self._numbers) == 1:
             return "the script built no torch.optim optimizer, so there was nothing to attach K-FAC to"
         if self.target is not None:
             return f"no trained module or optimizer matches --target {self.target}"
-        return "no module that owns the optimizer's parameters was called while it was training"
+        return "no optimizer took a step"
+
+    def say(self, text: str) -> None:
+        if vote.this_rank() == 0:
+            sys.stderr.write(f"{self.command}: {text}\n")  # one write: other ranks write to the same terminal
+            sys.stderr.flush()
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
+    # --- what the script does --------------------------------------------------------------------------------
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> Watched:
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = Watched(next(self._numbers))
+            if self._files is not None:
+                self._files.watch(optimizer)
+            self._watch_calls()
+        return known
+
+    def _note_child(self) -> None:
+        self.has_children = True
+
+    def _watch_calls(self) -> None:
+        """See each call of a module before it happens: hooks that are added during a call do not see it."""
+        self._call.close()
+        call: Any = nn.Module.__call__
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+                self._called(module)
+            return call(module, *args, **kwargs)
+
+        self._call.enter_context(_replaced(nn.Module, "__call__", watched))
+
+    def _called(self, module: nn.Module) -> None:
+        """Attach K-FAC to the waiting optimizers that train this module."""
+        for closing in self._closing:
+            if (kfac := closing()) is not None:
+                kfac.close()
+        self._closing.clear()
+        waiting = [(o, known) for o, known in list(self._known.items()) if known.is_waiting]
+        for optimizer, known in sorted(waiting, key=lambda item: item[1].number):
+            if module in known.foreign:
+                continue
+            if not owns_any(module, trained_parameters(optimizer)):
+                known.foreign.add(module)
+                continue
+            known.is_waiting = False
+            if self._rival(optimizer) is None:  # otherwise K-FAC follows the one that steps
+                self._attach(optimizer, known, module)
+        if not any(known.is_waiting for known in self._known.values()):
+            self._call.close()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        known = self._add(optimizer)
+        if known.attached() is not None or is_dummy(optimizer, trained_parameters(optimizer).values()):
+            return
+        rival = self._rival(optimizer)
+        known.steps_of_other = -1 if rival is None else rival.num_steps
+        if rival is None and len(args) < 2 and kwargs.get("closure") is None:  # a closure calls the model in the step
+            self._note_no_model(optimizer, known)
+
+    def _note_no_model(self, optimizer: torch.optim.Optimizer, known: Watched) -> None:
+        if known.is_waiting and not known.has_said:
+            vote.decline(question(known), "no model was found before the first step")
+            self._refuse(optimizer, known, "no module that owns its parameters was called before its step")
+            known.is_waiting = vote.number_of_ranks() == 1  # other ranks will not ask again
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Follow the script to another optimizer of the same parameters, at the next forward pass."""
+        known, rival = self._known.get(optimizer), self._rival(optimizer)
+        if known is not None and rival is None:
+            self._note_no_model(optimizer, known)
+        if known is None or rival is None or known.attached() is rival or known.steps_of_other != rival.num_steps:
+            return  # the other one has stepped too: one of them calls the other
+        rival.expect(optimizer)
+        if self._changes >= MOST_CHANGES:
+            if not known.has_said:
+                self._refuse(optimizer, known, "another optimizer that K-FAC is attached to steps the same parameters")
+            return
+        self._changes += 1
+        self.say(f"{label(optimizer, known)} steps what an earlier optimizer trained: K-FAC follows it")
+        rival.fail(Replaced("another optimizer steps its parameters"))
+        known.is_waiting = True
+        self._watch_calls()
+
+    # --- attaching -------------------------------------------------------------------------------------------
+
+    def _rival(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return a K-FAC that is attached to another optimizer of the same parameters."""
+        own = trained_parameters(optimizer)
+        for other, known in list(self._known.items()):
+            kfac = known.attached()
+            shares = other is not optimizer and kfac is not None and not kfac.failed
+            if shares and not own.keys().isdisjoint(trained_parameters(other)):
+                return kfac
+        return None
+
+    def _attach(self, optimizer: torch.optim.Optimizer, known: Watched, called: nn.Module) -> None:
+        model = find_model(optimizer, called)
+        if model is None or not self._is_wanted(optimizer, known, model):
+            return
+        reason, layers = None, 0
+        try:
+            layers = len(prepare_attachment(model, optimizer, None, None, None, None, self.options).layers)
+        except Exception as error:
+            reason = str(error)
+        if not self.tries:
+            what = f"{type(optimizer).__name__} with {layers} layers"
+            reason = vote.common_reason(question(known), what, reason, choose_group(model, None, None))
+            known.attempts += 1
+        if reason is None:
+            reason = self._make(optimizer, known, model)
+        if reason is not None:
+            self._refuse(optimizer, known, reason)
+
+    def _make(self, optimizer: torch.optim.Optimizer, known: Watched, model: nn.Module) -> str | None:
+        """Attach K-FAC; return why it could not be done."""
+        kfac: Any = None
+        if not self.tries:
+            try:
+                kfac = GuardedKFAC(model, optimizer, self._failed, **self.options)
+            except Exception as error:  # on all ranks: they agreed on what comes before the first collective
+                return str(error)
+            known.kfac = ref(kfac)
+        if self.optimizer is None:
+            self.optimizer, self._first = type(optimizer).__name__, known.kfac
+        if known.state is not None:
+            self._load_state(optimizer, known.state)
+        return None
+
+    def _is_wanted(self, optimizer: torch.optim.Optimizer, known: Watched, model: nn.Module) -> bool:
+        inner = type(model) if isinstance(model, nn.DataParallel) else type(unwrap(model))
+        return self.target in (None, str(known.number), type(optimizer).__name__, inner.__name__)
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, known: Watched, reason: str) -> None:
+        known.has_said = self._has_said = True
+        text = f"K-FAC cannot be attached to {label(optimizer, known)}: {reason}"
+        if self.strict and (self.optimizer is None or not known.is_waiting):
+            raise Refused(f"{self.command}: {text}")
+        self.say(f"{text}. It goes on without K-FAC")
+
+    def _failed(self, kfac: GuardedKFAC, error: BaseException) -> None:
+        """Say why K-FAC takes no part in the steps any more, and close it when no hook is running."""
+        self._closing.append(ref(kfac))
+        self._watch_calls()
+        if not isinstance(error, Replaced):
+            if self.strict:
+                raise error
+            self.say(f"K-FAC is switched off after {kfac.num_steps} steps: {error}. The optimizer goes on without it")
+        error.__traceback__ = None  # its frames would keep process groups alive until the interpreter exits
+
+    # --- state -----------------------------------------------------------------------------------------------
+
+    def _kfac_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        known = self._known.get(optimizer)
+        kfac = None if known is None else known.attached()
+        return None if kfac is None or kfac.failed else kfac
+
+    def _load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        kfac, known = self._kfac_of(optimizer), self._add(optimizer)
+        known.state = state if kfac is None else None
+        if kfac is not None:
+            try:
+                kfac.load_state_dict(state)
+            except Exception as error:
+                self.say(f"--save: K-FAC's state does not fit, so its statistics start anew ({error})")
 
 
-def _share(optimizer: torch.optim.Optimizer, module: nn.Module) -> float:
-    """Return the fraction of an optimizer's parameters that a module owns."""
-    own = {id(p) for p in module.parameters()}
-    stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    return sum(number in own for number in stepped) / max(1, len(stepped))
+def _watch_here(options: dict[str, Any]) -> None:
+    """Watch this process, a child, until it ends."""
+    ScriptWatcher(**options).__enter__()
 
 
-def _inner(module: nn.Module) -> nn.Module:
-    """Return the model inside a wrapper."""
-    for name in ("module", "_orig_mod"):
-        inner = getattr(module, name, None)
-        if isinstance(inner, nn.Module):
-            return _inner(inner)
-    return module
-
-
-def say(text: str) -> None:
-    print(f"dkfac run: {text}", file=sys.stderr)
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
