@@ -92,8 +92,7 @@ class KFAC:
         self._plan_next()
         report.warn_of_left(self.left)
         if self.settings.announce and transport.rank == 0:
-            text = report.announcement(self.layers, self.left, self.settings, optimizer, self.plan)
-            sys.stderr.write(f"{text}\n")  # one write: other ranks write to the same terminal
+            sys.stderr.write(report.announcement(self.layers, self.left, self.settings, optimizer, self.plan) + "\n")
 
     @property
     def plan(self) -> Plan:

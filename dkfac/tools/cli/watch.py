@@ -104,7 +104,7 @@ class ScriptWatcher:
 
     def say(self, text: str) -> None:
         if vote.this_rank() == 0:
-            sys.stderr.write(f"{self.command}: {text}\n")  # one write: other ranks write to the same terminal
+            sys.stderr.write(f"{self.command}: {text}\n")  # at once: other ranks write to it too
             sys.stderr.flush()
 
     def _say_once(self, text: str) -> None:
