@@ -1,5 +1,7 @@
 """DistributedDataParallel, started by torchrun."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +31,7 @@ def main():
             losses.append(loss.item())
     if dist.get_rank() == 0:
         print("loss", losses[0], losses[-1])
+    time.sleep(0.5)  # a thread of torch's releases DDP's last transfer, and aborts if Python is at its end by then
     dist.destroy_process_group()
 
 

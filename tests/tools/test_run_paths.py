@@ -75,7 +75,8 @@ def test_a_folder_in_use_is_refused(run):
             train_recipe(job("digits-cnn", run, max_steps=7, resume=True), ALONE)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(tmp_path, capsys):
+def test_a_run_that_died_before_its_first_checkpoint_is_begun_anew(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if the package were not installed
     common = ["train", "digits-cnn", "--steps", "2", "--set", "announce=False"]
     assert "needs the package tensorboard" in failed(capsys, *common, "--tensorboard", "--out", str(tmp_path / "a"))
     assert main([*common, "--out", str(tmp_path / "a")]) == 0  # nothing was left
