@@ -11,7 +11,7 @@ import dkfac
 RATCHETS = {
     "flat_modules": 2,
     "flat_modules_lines": 443,
-    "library_lines": 18302,
+    "library_lines": 18563,
     "files_over_300_lines": 0,
     "modules_in_cycles": 0,
     "largest_cycle": 0,
@@ -31,9 +31,9 @@ RATCHETS = {
     "settings_fields": 36,
     "private_reaches": 122,
     "private_reach_files": 38,
-    "step_files": 54,
-    "step_functions": 240,
-    "step_switches": 516,
+    "step_files": 55,
+    "step_functions": 247,
+    "step_switches": 527,
 }
 """Figure -> the largest value allowed."""
 LOOSE = {"step_files", "step_functions", "step_switches", "flat_modules_lines", "library_lines", "largest_cycle_lines"}

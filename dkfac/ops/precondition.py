@@ -25,6 +25,10 @@ Value = TypeVar("Value")
 OUTPUT_KEYS, INPUT_KEYS = ("F", "G", "G_rest"), ("A", "A_rest")
 
 
+FEW_PRODUCTS = 3
+"""Up to this many products are launched one by one: more would cost more than copying their operands together."""
+
+
 def of_side(by_key: Mapping[str, Value], keys: Sequence[str]) -> list[Value]:
     """Return what belongs to the factors of a layer's outputs or inputs, in order."""
     return [by_key[key] for key in keys if key in by_key]
@@ -60,10 +64,13 @@ def from_right(x_BOI: Tensor, pieces: Sequence[Tensor]) -> Tensor:
         number, width = len(piece) // blocks, piece.shape[-1]
         here = slice(begin, begin + number * width)
         tiles, target = (torch.unflatten(x[..., here], 2, (number, width)).transpose(1, 2) for x in (x_BOI, result))
-        if blocks == 1:  # without copies: the tiles have the stride of whole rows
-            torch.bmm(tiles[0], piece, out=target[0])
-        else:
+        matrices = piece.view(blocks, number, width, width)
+        if min(blocks, number) > FEW_PRODUCTS:
             target.copy_((tiles.reshape(len(piece), rows, width) @ piece).view(blocks, number, rows, width))
+        else:  # without copies: the tiles of a product have the stride of whole rows
+            along = 0 if blocks <= number else 1
+            for x, matrix, y in zip(tiles.unbind(along), matrices.unbind(along), target.unbind(along), strict=True):
+                torch.bmm(x, matrix, out=y)
         begin = here.stop
     result[..., begin:] = x_BOI[..., begin:]
     return result

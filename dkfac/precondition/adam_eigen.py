@@ -104,7 +104,9 @@ def descent_gradients(stack: Stack, raw: Tensor, given: dict[int, Rule], good: T
     """Return the gradients that enter the moments: in descent direction, unscaled, with coupled weight decay added;
     zero if not ``good``."""
     rule = given[id(stack.layers[0].weight)]
-    grads = torch.where(good, raw, 0).mul_(rule.sign)
+    grads = torch.where(good, raw, 0)
+    if rule.sign != 1:
+        grads *= rule.sign
     if loss_scale is not None:
         grads /= loss_scale.to(grads)
     if not rule.decoupled:

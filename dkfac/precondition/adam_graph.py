@@ -10,6 +10,7 @@ tensors.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer
 from dkfac.ops import many
+from dkfac.ops.precision import tf32
 from dkfac.precondition import adam_eigen, adaptive
 
 
@@ -99,14 +101,22 @@ class AdamSteps:
             self._is_told = True
             warnings.warn(f"cuda_graph: steps are taken without a graph, because of {what}", stacklevel=2)
 
-    def directions(self, settings: Settings, stack: Stack, states: dict[str, LayerState], good: Tensor) -> Tensor:
-        """Update the moments with the gradients in the stack's buffer, and return the updates."""
+    def directions(
+        self, settings: Settings, stacks: list[Stack], states: dict[str, LayerState], good: Tensor,
+        may_round: Callable[[Stack], bool],
+    ) -> list[Tensor]:  # fmt: skip
+        """Update the moments with the gradients in the stacks' buffers, and return the updates."""
+        self.factors.clear()
         if settings.adapts_damping:
-            return adaptive.adaptive_updates(stack, states, stack.buffer, self._rules, good, None)
-        limits = None if self._limits is None else self._limits[stack]
-        update, factor = adam_eigen.adam_updates(stack, states, stack.buffer, self._rules, good, None, limits)
-        self.factors += [] if factor is None else [factor.amin()]
-        return update
+            return adaptive.adaptive_updates(stacks, states, self._rules, good, None, may_round)
+        updates = []
+        for stack in stacks:
+            limits = None if self._limits is None else self._limits[stack]
+            with tf32(may_round(stack), stack.device):
+                update, factor = adam_eigen.adam_updates(stack, states, stack.buffer, self._rules, good, None, limits)
+            self.factors += [] if factor is None else [factor.amin()]
+            updates.append(update)
+        return updates
 
     def take(self, stacks: list[Stack], updates: list[Tensor], sane: Tensor, good: Tensor) -> None:
         """Step the parameters inside the graph. ``sane`` says whether each layer's update is finite; if not, only

@@ -21,7 +21,7 @@ See ``docs/notes/011-never-worse.md``. Does not synchronize with the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,13 @@ from torch import Tensor
 
 from dkfac.config import optimizer_rules
 from dkfac.factors.layer_state import LayerState
-from dkfac.factors.stacks import Stack
+from dkfac.factors.stacks import MOST_ELEMENTS, Stack
 from dkfac.layers.layer import Layer, split_grad
+from dkfac.ops import constants
+from dkfac.ops.adaptive_passes import clamp_, sums_of_last_update, update_
+from dkfac.ops.precision import tf32
 from dkfac.ops.precondition import rotate
+from dkfac.ops.torch_private import foreach_copy_
 from dkfac.precondition import adam_eigen
 
 RATE = 0.3
@@ -54,78 +58,143 @@ SURPRISE = {"sgd": 2.0, "adam": 4.0, "measured": 4.0}
 
 
 def adaptive_updates(
-    stack: Stack,
+    stacks: Sequence[Stack],
     states: dict[str, LayerState],
-    raw: Tensor,
     given: dict[int, optimizer_rules.Rule],
     good: Tensor,
     loss_scale: Any,
-) -> Tensor:
-    """Update the moments of a stack's layers with their gradients, if ``good``, and return the updates.
+    may_round: Callable[[Stack], bool],
+) -> list[Tensor]:
+    """Update the moments of layers with the gradients in their stacks' buffers, if ``good``; return the updates.
 
     Updates have the length of the optimizer's own update divided by its learning rate, or length one where that length
-    is measured later (see ``Grafts``).
+    is measured later (see ``Grafts``). ``may_round`` tells whether a stack may be multiplied in TF32.
     """
-    rule, good = given[id(stack.layers[0].weight)], good.to(raw.device)
-    grads = adam_eigen.descent_gradients(stack, raw, given, good, loss_scale)
-    bases = adam_eigen.bases(stack, states)
-    (mean, mean_weight), (square, square_weight) = (stack.moments(states, n) for n in ("momentum", "moments"))
-    log_damping, log_length, rows, columns = stack.adaptive(states)
-    rotated = rotate(grads, bases) if bases else grads
-    momentum = rotate(mean, bases) if bases and rule.length == "adam" else mean
-    scores = judge(rotated, momentum, square, square_weight, log_damping, stack)
+    found: dict[Stack, Tensor] = {}
+    for batch in _batches(stacks, given):
+        rule = given[id(batch[0].layers[0].weight)]
+        found |= zip(batch, _updates(batch, states, given, rule, good, loss_scale, may_round), strict=True)
+    return [found[stack] for stack in stacks]
+
+
+def _batches(stacks: Sequence[Stack], given: dict[int, optimizer_rules.Rule]) -> list[list[Stack]]:
+    """Return stacks in batches whose values per layer are computed together. On a CPU, a batch is limited to what fits
+    into its cache."""
+    batches: list[list[Stack]] = []
+    last: dict[Any, list[Stack]] = {}
+    for stack in stacks:
+        rule, most = given[id(stack.layers[0].weight)], MOST_ELEMENTS.get(stack.device.type, math.inf)
+        kind = (rule.betas, rule.eps, rule.nesterov, rule.length, stack.dtype, stack.device)
+        batch = last.get(kind)
+        if batch is None or sum(s.num_layers * s.elements for s in (*batch, stack)) > most:
+            batch = last[kind] = []
+            batches.append(batch)
+        batch.append(stack)
+    return batches
+
+
+def _updates(
+    stacks: list[Stack], states: dict[str, LayerState], given: dict[int, optimizer_rules.Rule],
+    rule: optimizer_rules.Rule, good: Tensor, loss_scale: Any, may_round: Callable[[Stack], bool],
+) -> list[Tensor]:  # fmt: skip
+    """Do the same for stacks whose layers have the same ``rule``, apart from learning rates and weight decay."""
+    good = good.to(stacks[0].device)
+    works = [_Work(stack, states, rule, may_round(stack)) for stack in stacks]
+    for work in works:
+        work.rotate_gradients(adam_eigen.descent_gradients(work.stack, work.stack.buffer, given, good, loss_scale))
+    kept = [[work.mean_weight, work.square_weight, work.log_damping, work.log_length] for work in works]
+    mean_weight, square_weight, log_damping, log_length = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    counts = [stack.num_layers for stack in stacks]
+    elements = constants.constant(tuple([s.elements for s in stacks for _ in s.layers]), good.device, mean_weight.dtype)
+
+    total = torch.cat([work.square.view(len(work.mean_weight), -1).sum(1) for work in works])
+    mean = total / elements
+    added = _safe((2 * log_damping).exp_() * mean)
+    parts = zip(works, torch.split(mean, counts), torch.split(added, counts), strict=True)
+    sums = torch.cat([
+        sums_of_last_update(work.rotated, work.momentum, work.square, level, shift) for work, level, shift in parts
+    ])  # fmt: skip
+    scores = judge(sums, square_weight, total)
     _follow(scores, log_damping, log_length, good & (mean_weight > 0), SURPRISE[rule.length])
 
-    keep, keep_square = (torch.where(good, raw.new_full((), beta), 1.0) for beta in rule.betas)
-    if rule.length == "adam":
-        mean.mul_(keep).add_(grads)
-        momentum = torch.addcmul(rotated, momentum, keep)
-    else:
-        momentum = mean.mul_(keep).add_(rotated)
-    square.mul_(keep_square).addcmul_(rotated, rotated)
+    keep, keep_square = (torch.where(good, mean_weight.new_full((), beta), 1.0) for beta in rule.betas)
     mean_weight.mul_(keep).add_(good)
     square_weight.mul_(keep_square).add_(good)
-    if rule.nesterov:
-        momentum = torch.addcmul(rotated, momentum, keep)
+    targets = [tensor for work in kept for tensor in work]
+    values = [torch.split(part, counts) for part in (mean_weight, square_weight, log_damping, log_length)]
+    foreach_copy_(targets, [part for parts in zip(*values, strict=True) for part in parts])
+
     most = adam_eigen.largest_update(mean_weight, square_weight, rule.betas)
-    update = _root(square, log_damping, stack)[0].mul_(momentum)
-    bound = _spread(most * mean_weight * _safe(square_weight).rsqrt(), stack)
-    _clamp_(update, bound)
-    match rule.length:
-        case "adam":
-            squares = grads.square()
-            rows.mul_(keep_square).add_(squares.sum(-1))
-            columns.mul_(keep_square).add_(squares.sum(-2))
-            wanted = _norms(adam_update(mean, mean_weight, rows, columns, square_weight, rule.eps, most, stack), stack)
-        case "sgd":
-            wanted = _norms(momentum, stack)
-        case "measured":
-            wanted = torch.ones_like(log_damping)
-    update *= _spread(log_length.exp() * wanted / _safe(_norms(update, stack)), stack)
-    return rotate(update, bases, back=True) if bases else update
+    bound = most * mean_weight * _safe(square_weight).rsqrt()
+    mean = total.mul_(keep_square).add_(sums[:, -1]) / elements
+    added = _safe((2 * log_damping).exp_() * mean)
+    shifts, bounds, mosts = (torch.split(part, counts) for part in (added, bound, most))
+    squares, lengths = [], []
+    for work, shift, limit, largest in zip(works, shifts, bounds, mosts, strict=True):
+        if rule.length == "adam":
+            lengths.append(work.adam_length(keep, keep_square, rule.eps, largest))
+        squares.append(
+            update_(work.rotated, work.momentum, work.square, keep, keep_square, shift, limit, nesterov=rule.nesterov)
+        )
+    norms = torch.cat(squares).sqrt_()
+    wanted = norms[:, 1] if rule.length == "sgd" else torch.cat(lengths) if lengths else torch.ones_like(log_length)
+    scales = log_length.exp() * wanted / _safe(norms[:, 0])
+    return [work.finished(scale) for work, scale in zip(works, torch.split(scales, counts), strict=True)]
 
 
-def judge(
-    gradient: Tensor, momentum: Tensor, square: Tensor, weight: Tensor, log_damping: Tensor, stack: Stack
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Work:
+    """The tensors of a stack while its updates are computed."""
+
+    def __init__(self, stack: Stack, states: dict[str, LayerState], rule: optimizer_rules.Rule, rounds: bool) -> None:
+        self.stack, self._rounds = stack, rounds
+        self._bases = adam_eigen.bases(stack, states)
+        (self._mean, self.mean_weight), (self.square, self.square_weight) = (
+            stack.moments(states, name) for name in ("momentum", "moments")
+        )
+        self.log_damping, self.log_length, self._rows, self._columns = stack.adaptive(states)
+        self._keeps_weights_basis = rule.length == "adam"
+
+    def rotate_gradients(self, grads: Tensor) -> None:
+        self._grads, self.momentum = grads, self._mean
+        with tf32(self._rounds, grads.device):
+            self.rotated = rotate(grads, self._bases)
+            if self._keeps_weights_basis:  # both will be overwritten
+                self.momentum = _apart(rotate(self._mean, self._bases), self._mean)
+                self.rotated = _apart(self.rotated, grads)
+
+    def adam_length(self, keep: Tensor, keep_square: Tensor, eps: float, most: Tensor) -> Tensor:
+        """Update Adam's own moments, and return the length of its update, ``[n]``."""
+        mean, stack = self._mean.mul_(keep).add_(self._grads), self.stack
+        squares = self._grads.square_()
+        self._rows.mul_(keep_square).add_(squares.sum(-1))
+        self._columns.mul_(keep_square).add_(squares.sum(-2))
+        weights = self.mean_weight, self.square_weight
+        return stack.norms(adam_update(mean, self._rows, self._columns, *weights, eps, most, stack))
+
+    def finished(self, scale: Tensor) -> Tensor:
+        """Return the updates in the basis of the weights, scaled."""
+        update = self.rotated.mul_(_spread(scale, self.stack))
+        with tf32(self._rounds, update.device):
+            return rotate(update, self._bases, back=True)
+
+
+def judge(sums: Tensor, weight: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of the last updates' damping and length, and the relative energy of the gradients, all ``[n]``.
 
-    A score above 0 means that more would have been better; the energy is relative to the previous gradients.
-    ``momentum`` and ``square`` (a sum with total weight ``weight``) are those of the last update, in the current basis.
+    A score above 0 means that more would have been better; the energy is relative to the previous gradients. ``sums``
+    are those of ``sums_of_last_update``, and ``total`` is that of the second moments, with total weight ``weight``.
+    The derivative of the update by the logarithm of the damping, at the same length, is proportional to ``(y - c) u``,
+    c being the mean of y weighted by ``u^2``.
     """
-    root, added, total = _root(square, log_damping, stack)
-    update = momentum * root
-    change = root.square_().mul_(_spread(added, stack)).mul_(update)  # w times the share of the damping
-    share = _dot(update, change, stack) / _safe(_dot(update, update, stack))  # its mean, weighted by w^2
-    change.neg_().addcmul_(update, _spread(share, stack))  # d, at the same length
-    scaled = square * update
-    noise_of_update = _dot(scaled, update, stack)
-    noise_of_change = _dot(torch.mul(square, change, out=scaled), change, stack)
+    uu, yuu, vuu, vyuu, vyyuu, gu, gyu, gg = sums.unbind(1)
+    c = yuu / _safe(uu)
+    noise = vyyuu - 2 * c * vyuu + c.square() * vuu
+    noise = torch.maximum(noise, 64 * torch.finfo(noise.dtype).eps * (vyyuu + c.square() * vuu))  # rounding errors
     damping, length = (
-        (weight.sqrt() * _dot(gradient, x, stack) * _safe(noise).rsqrt()).nan_to_num_(0.0, 0.0, 0.0)
-        for x, noise in ((change, noise_of_change), (update, noise_of_update))
+        (weight.sqrt() * dot * _safe(variance).rsqrt()).nan_to_num_(0.0, 0.0, 0.0)
+        for dot, variance in ((gyu - c * gu, noise), (gu, vuu))
     )
-    return damping, length, _dot(gradient, gradient, stack) * weight / _safe(total)
+    return damping, length, gg * weight / _safe(total)
 
 
 def _follow(
@@ -142,7 +211,7 @@ def _follow(
 
 
 def adam_update(
-    mean: Tensor, mean_weight: Tensor, rows: Tensor, columns: Tensor, weight: Tensor, eps: float, most: Tensor,
+    mean: Tensor, rows: Tensor, columns: Tensor, mean_weight: Tensor, weight: Tensor, eps: float, most: Tensor,
     stack: Stack,
 ) -> Tensor:  # fmt: skip
     """Return Adam's update in the basis of the weights. Its second moment is approximated by the outer product of row
@@ -151,7 +220,7 @@ def adam_update(
     second = (rows / total).sqrt_().unsqueeze(-1) * columns.sqrt().unsqueeze(-2)
     eps = eps or torch.finfo(mean.dtype).tiny
     update = torch.div(mean, second.add_(eps).mul_(_spread(_safe(mean_weight), stack)), out=second)
-    return _clamp_(update, _spread(most, stack))
+    return clamp_(update, _spread(most, stack))
 
 
 class Grafts:
@@ -178,29 +247,9 @@ class Grafts:
                 p.copy_(torch.where(is_ours, before - length * part.reshape(p.shape), p))
 
 
-def _root(square: Tensor, log_damping: Tensor, stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``1 / sqrt(square + added)``, and both ``[n]``: ``added = c^2 mean(square)`` and the sum of ``square``."""
-    total = square.view(stack.num_layers, -1).sum(1)
-    added = _safe((2 * log_damping).exp_() * total / stack.elements)
-    return (square + _spread(added, stack)).rsqrt_(), added, total
-
-
-def _clamp_(values: Tensor, most: Tensor) -> Tensor:
-    """Clamp values to ``[-most, most]`` in place. On a CPU, ``clamp_`` is several times slower with bounds that are
-    broadcast."""
-    return torch.maximum(torch.minimum(values, most, out=values), -most, out=values)
-
-
-def _dot(x: Tensor, y: Tensor, stack: Stack) -> Tensor:
-    """Return the dot products ``[n]`` of two tensors laid out like the stack's buffer."""
-    if stack.num_layers == 1:
-        return torch.dot(x.reshape(-1), y.reshape(-1)).unsqueeze(0)  # needs no memory
-    return (x * y).view(stack.num_layers, -1).sum(1)
-
-
-def _norms(x: Tensor, stack: Stack) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(x.view(stack.num_layers, -1), dim=1)
-    return found
+def _apart(result: Tensor, given: Tensor) -> Tensor:
+    """Return a result, copied if it is what was given."""
+    return result.clone() if result is given else result
 
 
 def _spread(values: Tensor, stack: Stack) -> Tensor:

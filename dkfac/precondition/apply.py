@@ -116,6 +116,7 @@ class _Directions:
         if self._rules:
             layers = [layer for layer in self._given.ranks.layers if layer.name in mine]
             adam_eigen.rotate_momentum(layers, self._states, self._rules, is_adaptive=settings.adapts_damping)
+        together = list[Stack]()
         for stack in self._given.stacks:
             layers = [layer for layer in stack.layers if layer.name in mine]
             if not layers:
@@ -123,10 +124,13 @@ class _Directions:
             whole = len(layers) == stack.num_layers and not one_by_one
             whole = whole and (not self._rules or adam_eigen.is_alike(layers, self._rules))
             joined = stack.decompositions(self._states) if whole else None
-            if joined is not None and layer_factors.is_uniform(joined, settings):
-                chunks.append(self._chunk(stack, self._several))
+            is_one = joined is not None and layer_factors.is_uniform(joined, settings)
+            found = [stack] if is_one else [self._given.alone[layer.name] for layer in layers]
+            if self._rules and settings.adapts_damping:
+                together += found
             else:
-                chunks += [self._chunk(self._given.alone[layer.name], self._one) for layer in layers]
+                chunks += [self._chunk(part, self._several if is_one else self._one) for part in found]
+        chunks += self._adaptive_chunks(together)
         if self._factors:
             device = self._factors[0].device
             self._report.clip_factor = torch.stack([factor.to(device) for factor in self._factors]).amin()
@@ -136,8 +140,6 @@ class _Directions:
         settings, rules = self._context.settings, self._rules
         if not rules:
             return kronecker.kronecker_updates(stack, self._states, raw, self._context)
-        if settings.adapts_damping:
-            return adaptive.adaptive_updates(stack, self._states, raw, rules, self._good, self._loss_scale)
         limits = None
         if settings.rescale == "kl-clip":
             each = adam_eigen.limits(stack.layers, rules, self._context.at("kl_clip"))
@@ -153,6 +155,16 @@ class _Directions:
         grad = raw.mT if stack.transposed else raw
         update = kronecker.kronecker_update(layer, self._states[layer.name], grad, self._context)
         return update.mT.contiguous() if stack.transposed else update
+
+    def _adaptive_chunks(self, stacks: list[Stack]) -> list[Chunk]:
+        raws = [stack.read() for stack in stacks]
+        given = (self._states, self._rules, self._good, self._loss_scale, self._may_round)
+        try:
+            updates = adaptive.adaptive_updates(stacks, *given)
+        except Exception as error:
+            self._given.errors.keep(error)  # raised on all ranks with the next header
+            updates = [raw.clone() for raw in raws]
+        return [Chunk(*each, each[0].norms(each[2])) for each in zip(stacks, raws, updates, strict=True)]
 
     def _chunk(self, stack: Stack, solve: Callable[[Stack, Tensor], Tensor]) -> Chunk:
         raw = stack.read()

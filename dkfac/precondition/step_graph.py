@@ -151,16 +151,14 @@ class StepGraph:
         rounding = tuple([may_round(stack) for stack in stacks])
 
         def direction(stack: Stack) -> Tensor:
-            if settings.takes_steps:
-                return self._adam.directions(settings, stack, states, good)
-            return kronecker.kronecker_updates(stack, states, stack.buffer, context)
+            with tf32(may_round(stack), flat.device):
+                return kronecker.kronecker_updates(stack, states, stack.buffer, context)
 
         def write() -> None:
-            updates = []
-            self._adam.factors.clear()
-            for stack, rounds in zip(stacks, rounding, strict=True):
-                with tf32(rounds, flat.device):
-                    updates.append(direction(stack))
+            if settings.takes_steps:
+                updates = self._adam.directions(settings, stacks, states, good, may_round)
+            else:
+                updates = [direction(stack) for stack in stacks]
             after = torch.cat([stack.norms(update) for stack, update in zip(stacks, updates, strict=True)])
             sane = torch.isfinite(after)
             after = torch.where(sane, after, before)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-from types import SimpleNamespace
 
 import pytest
 import reference as ref
@@ -375,8 +374,13 @@ def test_scores_do_not_depend_on_the_unit_of_the_loss(scale, c):
     torch.manual_seed(0)
     momentum, gradient, spread = torch.randn(3, 1, 300, 300, dtype=torch.float64)
     square, weight = (2 * spread).exp(), torch.tensor([3.0], dtype=torch.float64)
-    stack, log = SimpleNamespace(num_layers=1, elements=90_000, blocks=1), torch.tensor([math.log(c)])
-    exact = adaptive.judge(gradient, momentum, square, weight, log.double(), stack)
-    small = (x.float() for x in (scale * gradient, scale * momentum, scale**2 * square, weight))
-    for ours, theirs in zip(adaptive.judge(*small, log, stack), exact, strict=True):
+    w, d = divided(momentum, square, c)
+    d = d - w * (w * d).sum() / (w * w).sum()
+    exact = [weight.sqrt() * (gradient * x).sum() / (square * x * x).sum().sqrt() for x in (d, w)]
+    exact.append(gradient.square().sum() * weight / square.sum())
+    small = [x.float() for x in (scale * gradient, scale * momentum, scale**2 * square)]
+    total = small[2].sum().view(1)
+    mean = total / 90_000
+    sums = adaptive.sums_of_last_update(*small, mean, c**2 * mean)
+    for ours, theirs in zip(adaptive.judge(sums, weight.float(), total), exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-3, atol=1e-3)
