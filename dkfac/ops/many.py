@@ -98,35 +98,6 @@ def scatter(
     _move(pointers, items, raw, update, scale, scale, sane, good, mode=SCATTER)
 
 
-class Sources:
-    """Copies tensors of given shapes and strides, at any addresses, to fixed places in one memory.
-
-    ``gather`` can be captured in a graph; call ``give`` before each replay.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], places: Sequence[Tensor], memory: Tensor) -> None:
-        """``places``: views of the memory, which is bytes. Check ``is_usable`` afterwards."""
-        self._pointers = torch.zeros(len(tensors), dtype=torch.int64, device=memory.device)
-        self._moves: list[tuple[Items | None, Tensor]] = []
-        dtypes = dict.fromkeys(t.dtype for t in tensors)
-        self.is_usable = kernels.usable((torch.float32, torch.bfloat16, torch.float16), *tensors)
-        for dtype in dtypes if self.is_usable else ():
-            which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-            items = describe([tensors[i] for i in which], [places[i] for i in which], which, [0] * len(which))
-            self._moves.append((items, memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)))
-        self.is_usable = self.is_usable and all(items is not None for items, _ in self._moves)
-
-    def give(self, tensors: Sequence[Tensor]) -> None:
-        """Set the addresses of the tensors, which must stay alive until the work is launched."""
-        pointers = on_its_way([t.data_ptr() for t in tensors], self._pointers.device)
-        self._pointers.copy_(pointers, non_blocking=True)
-
-    def gather(self) -> None:
-        for items, memory in self._moves:
-            assert items is not None
-            gather_tensors(self._pointers, items, memory)
-
-
 GATHER, SCATTER, STEP = range(3)
 
 

@@ -83,33 +83,6 @@ def test_gather_copies_tensors_wherever_they_lie_and_nothing_else(device, progra
 
 
 @every_device
-def test_sources_of_several_types_are_copied_to_their_places_wherever_they_lie(device):
-    whole = [
-        random(device, 4, 12, 6, seed=i).to(t) for i, t in enumerate((torch.bfloat16, torch.float32, torch.float16))
-    ]
-    tensors = [whole[0][:, 1::4], whole[1][:, 2::3], whole[0].as_strided((4, 3, 6), (72, 24, 1)), whole[2][1:3]]
-    memory = torch.full((4099,), 7, dtype=torch.uint8, device=device)
-    begins, places = (0, 1024, 512, 2048), []
-    for begin, t in zip(begins, tensors, strict=True):
-        places.append(memory[begin : begin + t.nbytes].view(t.dtype).view(t.shape))
-    sources = many.Sources(tensors, places, memory)
-    assert sources.is_usable
-    for given in (
-        tensors,
-        [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t + 1) for t in tensors],
-    ):
-        sources.give(given)
-        sources.gather()
-        for place, t in zip(places, given, strict=True):
-            assert torch.equal(place, t)
-    used = torch.zeros(len(memory), dtype=torch.bool, device=device)
-    for begin, t in zip(begins, tensors, strict=True):
-        used[begin : begin + t.nbytes] = True
-    assert bool((memory[~used] == 7).all())
-    assert not many.Sources([t.double() for t in tensors], places, memory).is_usable
-
-
-@every_device
 @pytest.mark.parametrize("sane", [(True, True, True), (True, False, True)])
 @pytest.mark.parametrize("good", [True, False])
 def test_scatter_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(device, sane, good):
