@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dkfac.ops import kernels
-from dkfac.ops.tile_products import table
+from dkfac.ops.many import table
 
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""

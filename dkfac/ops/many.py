@@ -30,10 +30,11 @@ class Items:
     """Maps elements of outer tensors to elements of an inner one."""
 
     meta: Tensor
-    """``[n, FIELDS]``: elements, slot, index, offset; sizes but the first; strides of inner; strides of outer."""
+    """``[n, FIELDS]``: elements, slot, index, offset; sizes but the first; strides of inner; strides of outer; number
+    of programs."""
+    tiles: Tensor
+    """``[programs, 2]``: the item, and the number of the program among those of the item."""
     dims: int
-    programs: int
-    """Number of programs per item."""
 
 
 def are_usable(*tensors: Tensor) -> bool:
@@ -48,18 +49,20 @@ def describe(
     ``inner``: parts of one tensor, which begins at this element of its memory. ``slots``: where the outer ones'
     addresses will be. ``index``: of each one's flags.
     """
-    rows, most, longest = [], 1, 1
+    rows, tiles, most = list[list[int]](), list[list[int]](), 1
     for one, other, slot, flag in zip(outer, inner, slots, index, strict=True):
         sizes, mine, yours = _merged(other.shape, other.stride(), one.stride())
         if len(sizes) > DIMS or one.numel() >= 2**31 or _reach(one) >= 2**31 or _reach(other) >= 2**31:
             return None
         lack = DIMS - len(sizes)
         sizes, mine, yours = [1] * lack + sizes, [0] * lack + mine, [0] * lack + yours
-        rows.append([one.numel(), slot, flag, other.storage_offset() - begin, *sizes[1:], *mine, *yours, 0])
-        most, longest = max(most, DIMS - lack), max(longest, one.numel())
+        programs = min(MOST_PROGRAMS, -(-one.numel() // MOVE_BLOCK))
+        tiles += [[len(rows), i] for i in range(programs)]
+        begins = int(other.storage_offset()) - begin
+        rows.append([one.numel(), slot, flag, begins, *sizes[1:], *mine, *yours, programs])
+        most = max(most, DIMS - lack)
     device = inner[0].device if inner else torch.device("cpu")
-    meta = on_its_way([int(number) for row in rows for number in row], device).to(device, non_blocking=True)
-    return Items(meta.view(-1, FIELDS), most, min(MOST_PROGRAMS, -(-longest // MOVE_BLOCK)))
+    return Items(table(rows, device).view(-1, FIELDS), table(tiles, device, torch.int32), most)
 
 
 def _reach(tensor: Tensor) -> int:
@@ -81,6 +84,11 @@ def _merged(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], .
 def on_its_way(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers as a tensor, pinned for CUDA, that can be copied to a device without synchronizing."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def table(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers on a device, one row after the other, without synchronizing with it."""
+    return on_its_way([n for row in rows for n in row], device, dtype).to(device, non_blocking=True)
 
 
 def gather_tensors(pointers: Tensor, items: Items, inner: Tensor) -> None:
@@ -136,8 +144,8 @@ def _move(
     sane: Tensor, good: Tensor, *, mode: int,
 ) -> None:  # fmt: skip
     kernels.launch_kernel(
-        _move_kernel, len(items.meta) * items.programs, raw, update, pointers, items.meta, scale, left, factor, sane,
-        good, items.programs, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=MOVE_BLOCK,
+        _move_kernel, len(items.tiles) // 2, raw, update, pointers, items.meta, items.tiles, scale, left, factor, sane,
+        good, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=MOVE_BLOCK,
     )  # fmt: skip
 
 
@@ -201,18 +209,20 @@ class Totals:
 
 
 def _move_kernel(  # type: ignore[no-untyped-def]
-    raw, update, pointers, meta, scale, left, factor, sane, good, programs,
+    raw, update, pointers, meta, tiles, scale, left, factor, sane, good,
     MODE: tl.constexpr, DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # MODE: 0 gather from the outer tensors, 1 scatter to them, 2 step them, 3 add them to the inner ones.
-    item = tl.program_id(0) // programs
+    item = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     meta += item * FIELDS
+    programs = tl.load(meta + 15).to(tl.int32)
     size = tl.load(meta).to(tl.int32)
     outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(raw.dtype.element_ty))
     index = tl.load(meta + 2)
     raw += tl.load(meta + 3)
     update += tl.load(meta + 3)
-    for begin in range((tl.program_id(0) % programs) * BLOCK, size, programs * BLOCK):
+    for begin in range(first * BLOCK, size, programs * BLOCK):
         rest = begin + tl.arange(0, BLOCK)
         inside = rest < size
         here = tl.zeros((BLOCK,), tl.int32)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dkfac.ops import kernels
-from dkfac.ops.many import on_its_way
+from dkfac.ops.many import table
 
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
@@ -52,9 +52,12 @@ class Products:
     constants: dict[str, int]
 
 
-def lines_of(width: int) -> int:
-    """Return how many vectors a program multiplies."""
-    return 32 if width <= 32 else 64 if width <= 64 else 128
+def constants_of(size: int, is_aligned: bool) -> dict[str, int]:
+    """Return the constants of the kernel. Addresses of elements that are not aligned need registers: fewer lines."""
+    width, extra = WIDTHS[size]
+    lines = 32 if width <= 32 else 128 if width > 64 and is_aligned else 64
+    found = {"ALIGNED": int(is_aligned), "LINES": lines, "WIDTH": width, "EXTRA": extra}
+    return found | {"DEPTH": 16 if width <= 16 else 32, "num_warps": 8 if width > 64 else 4}
 
 
 def describe_products(jobs: Iterable[Job], device: torch.device, *, left: bool) -> list[Products]:
@@ -65,19 +68,12 @@ def describe_products(jobs: Iterable[Job], device: torch.device, *, left: bool) 
         kinds.setdefault((min(size for size in WIDTHS if job.width <= size), is_aligned), []).append(job)
     found = []
     for (size, is_aligned), mine in sorted(kinds.items()):
-        width, extra = WIDTHS[size]
-        lines = lines_of(width)
+        constants = constants_of(size, is_aligned)
+        lines = constants["LINES"]
         rows = [[j.address, j.matrix, j.lines, j.width, j.stride, int(j.in_work), 0, 0] for j in mine]
         tiles = [[i, tile] for i, job in enumerate(mine) for tile in range(-(-job.lines // lines))]
-        constants = {"LEFT": int(left), "ALIGNED": int(is_aligned), "LINES": lines, "WIDTH": width, "EXTRA": extra}
-        constants |= {"DEPTH": 16 if width <= 16 else 32, "num_warps": 8 if lines == 128 else 4}
-        found.append(Products(table(rows, device), table(tiles, device, torch.int32), constants))
+        found.append(Products(table(rows, device), table(tiles, device, torch.int32), constants | {"LEFT": int(left)}))
     return found
-
-
-def table(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers on a device, without synchronizing with it."""
-    return on_its_way([n for row in rows for n in row], device, dtype).to(device, non_blocking=True)
 
 
 def multiply_tiles(products: Sequence[Products], work: Tensor, *, back: bool) -> None:

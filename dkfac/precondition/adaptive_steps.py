@@ -23,9 +23,10 @@ from dkfac.ops import adaptive_kernels as passes
 from dkfac.ops import many, tile_products
 from dkfac.ops.decompose import Eigen
 from dkfac.ops.kernels import launch_kernel
+from dkfac.ops.many import table
 from dkfac.ops.precision import tf32
 from dkfac.ops.precondition import INPUT_KEYS, OUTPUT_KEYS, of_side, rotate
-from dkfac.ops.tile_products import Job, table
+from dkfac.ops.tile_products import Job
 from dkfac.precondition import adam_eigen, adaptive
 
 MOST_WORK = 2**25
