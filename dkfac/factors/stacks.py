@@ -59,6 +59,8 @@ class Stack:
         self.sizes, self.padded = sizes, [self._pad(size) for size in sizes]
         self.elements = self.blocks * sizes[0] * sizes[1]
         """The number of elements of one layer's gradient."""
+        self.elements_laid_out = self.blocks * self.padded[0] * self.padded[1]
+        """The same with padding."""
         self._averages: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._decompositions: dict[str, tuple[list[Decomposition], Decomposition]] = {}
         self._moments: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
@@ -175,15 +177,18 @@ class Stack:
         """Copy the gradients to a buffer, which is reused, and return it: ``[n * B, O, I]`` or ``[n * B, I, O]``,
         padded with zeros."""
         if self._grads is None:
-            shape = (self.num_layers * self.blocks, *self.padded)
-            self._grads = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._parts = [split_grad(layer, part) for layer, part in self.split(self._grads)]
+            self.use(torch.zeros(self.num_layers * self.elements_laid_out, dtype=self.dtype, device=self.device))
         pairs = self.pairs()
         foreach_copy_([part for _, part in pairs], [grad for grad, _ in pairs])
         for layer, parts in zip(self.layers, self._parts, strict=True):
             if layer.bias is not None and layer.bias.grad is None:
                 parts[1].zero_()
-        return self._grads
+        return self.buffer
+
+    def use(self, memory: Tensor) -> None:
+        """Keep gradients in this memory, which is zero, ``[layers * elements_laid_out]``."""
+        self._grads = memory.view(self.num_layers * self.blocks, *self.padded)
+        self._parts = [split_grad(layer, part) for layer, part in self.split(self._grads)]
 
     def parts(self, grads: Tensor | None = None) -> list[tuple[Layer, list[Tensor]]]:
         """Return each layer with its parameters' views of the buffer, or of a tensor shaped like it."""

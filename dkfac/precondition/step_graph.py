@@ -11,6 +11,7 @@ replaced.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from dkfac.factors.stacks import Stack, write_back
 from dkfac.ops import many
 from dkfac.ops.fused import finish_
 from dkfac.ops.graph_cache import GraphedFunction, GraphPool
+from dkfac.ops.layer_norms import LayerNorms
 from dkfac.ops.precision import tf32
 from dkfac.ops.torch_private import foreach_copy_
 from dkfac.precondition import gradient_norms, kronecker, trust_region
@@ -33,6 +35,8 @@ from dkfac.precondition.adam_graph import AdamSteps
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.step_length import scales_of
 
+ALIGNMENT = 128
+"""Elements, of buffers in common memory."""
 LARGE = 2**22
 """A gradient outside of the layers with at least this many elements is not copied but read where it is."""
 
@@ -52,9 +56,14 @@ class StepGraph:
         self._others: list[Tensor] = []
         self._views: list[Tensor] = []
         self._items: list[many.Items] | None = None
-        """Mapping between gradients and buffers, for each stack and then the other parameters; None: gradients are
-        copied."""
-        self._pointers = self._flat = self._good = self._before = self._told = self._rates = torch.zeros(0)
+        """Mapping between gradients and memory: of all, of each stack and then of the other parameters; None: gradients
+        are copied."""
+        self._memory: Tensor | None = None
+        """Memory of all buffers, if kernels can read it; the other parameters' is last."""
+        self._layer_norms: LayerNorms | None = None
+        self._pointers = self._flat = self._good = self._before = self._told = self._rates = self._norms = torch.zeros(
+            0
+        )
         self._is_told = False
 
     def begin(
@@ -83,9 +92,13 @@ class StepGraph:
         flat, good, before = self._flat, self._good, self._before
 
         def read() -> None:
-            if self._items is not None:
-                for items, buffer in zip(self._items, [*(stack.buffer for stack in stacks), flat], strict=True):
-                    many.gather_tensors(self._pointers, items, buffer)
+            if self._items is not None and self._memory is not None:
+                many.gather_tensors(self._pointers, self._items[0], self._memory)
+                for part in self._absent:
+                    part.zero_()
+            if self._layer_norms is not None:
+                self._layer_norms.write(self._norms, good)
+                return
             before.copy_(torch.cat([stack.norms(stack.buffer) for stack in stacks]))
             rest = torch.linalg.vector_norm(flat) if len(flat) else flat.new_zeros(())
             good.copy_(torch.isfinite(before).all() & torch.isfinite(rest))
@@ -101,22 +114,38 @@ class StepGraph:
     def _prepare(self, stacks: list[Stack], given: list[Tensor], device: torch.device) -> None:
         """Allocate buffers for the step's results and for the small gradients outside of the layers."""
         mine = {id(p) for stack in stacks for layer in stack.layers for p in layer.parameters()}
+        mine_first = [p for stack in stacks for layer in stack.layers for p in layer.parameters()]
         rest, dtype = [p for p in given if id(p) not in mine], stacks[0].dtype
         small = [p for p in rest if p.numel() < LARGE and p.dtype == dtype and p.device == device
                  and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
         chosen = {id(p) for p in small}
         self._stacks, self._parameters, self._others, self._forms = stacks, given, small, []
         self._large = [p for p in rest if id(p) not in chosen]
-        self._flat = torch.zeros(sum(p.numel() for p in small), device=device, dtype=dtype)
-        parts = torch.split(self._flat, [p.numel() for p in small]) if small else ()
-        self._views = [part.view(p.shape) for p, part in zip(small, parts, strict=True)]
+        sizes = [stack.num_layers * stack.elements_laid_out for stack in stacks] + [sum(p.numel() for p in small)]
+        begins = list(itertools.accumulate((size + -size % ALIGNMENT for size in sizes), initial=0))
+        self._memory = self._layer_norms = None
+        if many.are_usable(*(p for p in mine_first if p.grad is not None), torch.zeros(0, device=device, dtype=dtype)):
+            memory = self._memory = torch.zeros(begins[-1], device=device, dtype=dtype)
+            *parts, self._flat = (memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False))
+            for stack, part in zip(stacks, parts, strict=True):
+                stack.use(part)
+        else:
+            self._flat = torch.zeros(sizes[-1], device=device, dtype=dtype)
+        views = torch.split(self._flat, [p.numel() for p in small]) if small else ()
+        self._views = [part.view(p.shape) for p, part in zip(small, views, strict=True)]
         for stack in stacks:
             stack.read()  # allocates the buffers
-        mine_first = [p for stack in stacks for layer in stack.layers for p in layer.parameters()]
+        pairs = [zip(layer.parameters(), parts, strict=True) for stack in stacks for layer, parts in stack.parts()]
+        self._absent = [part for pair in pairs for p, part in pair if p.grad is None]
         self._used = [p for p in (*mine_first, *small) if p.grad is not None]
         self._pointers = torch.zeros(len(self._used), dtype=torch.int64, device=device)
         self._good = torch.ones((), dtype=torch.bool, device=device)
-        self._before = torch.zeros(sum(stack.num_layers for stack in stacks), device=device, dtype=dtype)
+        number = sum(stack.num_layers for stack in stacks)
+        self._norms = torch.zeros(number + 1, device=device, dtype=dtype)
+        self._before = self._norms[:number]
+        if self._memory is not None:
+            layers = [part for stack in stacks for part in stack.buffer.view(stack.num_layers, -1)]
+            self._layer_norms = LayerNorms([*layers, self._flat])
         self._told = torch.ones(3, device=device, dtype=dtype)
         """Norms of all gradients and of all updates, and the smallest clip factor."""
         self._rates = torch.zeros_like(self._before)
@@ -143,7 +172,7 @@ class StepGraph:
         ``id(parameter)``, where the step length depends on them.
         """
         flat, good, before, told, settings = self._flat, self._good, self._before, self._told, context.settings
-        bound, is_held = self._bound(stacks, states, context, optimizer), settings.rescale == "norm-kl"
+        bound, is_held = self._bound(stacks, states, context, optimizer, may_round), settings.rescale == "norm-kl"
         if bound is None or (is_held and not self._bring_rates(stacks, context, optimizer, rates)):
             self._stacks = []  # the eager path will write to the buffers
             return None
@@ -155,6 +184,11 @@ class StepGraph:
                 return kronecker.kronecker_updates(stack, states, stack.buffer, context)
 
         def write() -> None:
+            after = self._adam.take_adaptive(before, good) if settings.adapts_damping else None
+            if after is not None:
+                told[:2] = torch.stack((before, after)).square().sum(1).sqrt()
+                self._put_others(before)
+                return
             if settings.takes_steps:
                 updates = self._adam.directions(settings, stacks, states, good, may_round)
             else:
@@ -213,8 +247,9 @@ class StepGraph:
         return True
 
     def _bound(
-        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any
-    ) -> list[Any] | None:
+        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any,
+        may_round: Callable[[Stack], bool],
+    ) -> list[Any] | None:  # fmt: skip
         """Return the objects that the second graph depends on, or None if it cannot be captured."""
         settings, layers = context.settings, [layer for stack in stacks for layer in stack.layers]
         joined = [stack.decompositions(states) for stack in stacks]
@@ -223,7 +258,7 @@ class StepGraph:
             return None
         bound: list[Any] = [d for found in joined if found is not None for d in found.values()]
         if settings.takes_steps:
-            steps = self._adam.prepare(stacks, states, context, optimizer)
+            steps = self._adam.prepare(stacks, states, context, optimizer, bound, may_round, self._memory)
             return None if steps is None else bound + steps
         if settings.damping_mode == "relative" or settings.uses_inverses:  # a bias that A leaves out is damped by them
             bound += [mean for layer in layers for mean in states[layer.name].means.values()]
@@ -238,7 +273,7 @@ class StepGraph:
                 flat = (stack.num_layers, -1)
                 finish_(stack.buffer.view(flat), update.view(flat), scale, is_sane, self._good)
             else:
-                many.scatter(self._pointers, self._items[i], stack.buffer, update, scale, is_sane, self._good)
+                many.scatter(self._pointers, self._items[1 + i], stack.buffer, update, scale, is_sane, self._good)
 
     def _put_others(self, scales: Tensor) -> None:
         """Zero the gradients outside of the layers if the step is skipped; otherwise leave them unchanged."""
@@ -250,12 +285,13 @@ class StepGraph:
 
 
 def _describe(stacks: list[Stack], used: list[Tensor], views: list[Tensor]) -> list[many.Items] | None:
-    """Return which gradients belong to which parts of the stacks' buffers and, last, of the other parameters' buffer.
+    """Return which gradients belong to which parts of the memory of all buffers, of each stack's buffer and, last, of
+    the other parameters' buffer.
 
     ``used`` are the parameters, in this order. None if Triton is not available or a memory layout is not supported.
     """
     slots, found = {id(p): i for i, p in enumerate(used)}, list[many.Items | None]()
-    rest = dict(slots)
+    rest, every = dict(slots), list[Tensor]()
     if not many.are_usable(*(stack.buffer for stack in stacks), *(p.grad for p in used if p.grad is not None)):
         return None
     for stack in stacks:
@@ -267,7 +303,11 @@ def _describe(stacks: list[Stack], used: list[Tensor], views: list[Tensor]) -> l
                     inner.append(part)
                     places.append(rest.pop(id(p)))
                     index.append(i)
-        found.append(many.describe(grads, inner, places, index))
+        found.append(many.describe(grads, inner, places, index, int(stack.buffer.storage_offset())))
+        every += inner
     others = [p.grad for p in used if id(p) in rest and p.grad is not None]
-    found.append(many.describe(others, views, list(rest.values()), [0] * len(others)))
+    begin = int(views[0].storage_offset()) if views else 0
+    found.append(many.describe(others, views, list(rest.values()), [0] * len(others), begin))
+    grads = [p.grad for p in used if p.grad is not None]
+    found.insert(0, many.describe(grads, [*every, *views], range(len(grads)), [0] * len(grads)))
     return None if any(items is None for items in found) else [items for items in found if items is not None]

@@ -1,0 +1,84 @@
+"""The steps of ``curvature="adaptive"`` in few launches take those of plain torch. In Triton's interpreter.
+
+Kernels run only where there are graphs, so graphs are acted as in ``test_step_graphs.py``; without graphs, the same
+runs are torch's.
+"""
+
+import pytest
+import test_step_graphs as graphs
+import torch
+import torch.nn.functional as F
+from helpers_kernels import assert_passes_interpreted
+from torch import nn
+
+import dkfac
+
+played, acted = graphs.played, graphs.acted
+interpreted = pytest.mark.skipif(not graphs.INTERPRETED, reason="for the session in Triton's interpreter")
+
+
+class Net(nn.Module):
+    """Convolutions, one of them grouped; Linear layers with and without bias; parameters of no layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1),
+            nn.ReLU(), nn.Conv2d(6, 12, 3, padding=1, groups=3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        )  # fmt: skip
+        self.linears = nn.Sequential(
+            nn.Linear(48, 36), nn.ReLU(), nn.Linear(36, 36), nn.ReLU(), nn.Linear(36, 36), nn.ReLU(), nn.Linear(36, 3)
+        )
+
+    def forward(self, x):
+        return self.linears(self.convs(x))
+
+
+OPTIMIZERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "SGD, Nesterov, maximize": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1),
+    "Adam, L2": lambda ps: torch.optim.Adam(ps, lr=1e-2, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1),
+}
+
+
+def train(name, steps=8, dtype=torch.float32, block_dim=16, **options):
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    options = {"factor_interval": 1, "inverse_interval": 3, "solver": "warm-eigen", "warmup_refresh": None} | options
+    kfac = dkfac.KFAC(model, optimizer, announce=False, block_dim=block_dim, **options)
+    generator, told = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        x = torch.randn(12, 2, 6, 6, generator=generator).to(dtype)
+        y = torch.randint(0, 3, (12,), generator=generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x * float("nan") if step == 5 else x), y)
+        (-loss if "maximize" in name else loss).backward()
+        optimizer.step()
+        schedule.step()
+        told.append([kfac.metrics()[key] for key in ("grad_norm", "update_norm")])
+    return [p.detach().clone() for p in model.parameters()], kfac, torch.tensor(told)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "block_dim"),
+    [("SGD", 16), ("SGD, Nesterov, maximize", None), ("AdamW", 40), ("AdamW", 16), ("Adam, L2", None)],
+)
+def test_interpreted_steps_of_all_layers_are_those_of_torch(acted, name, block_dim):
+    options = {"block_dim": block_dim}
+    exact, theirs = train(name, dtype=torch.float64, **options), train(name, **options)
+    ours = train(name, **options, cuda_graph=True)
+    assert ours[1]._engine.graph._adam.adaptive is not None
+    assert graphs.Acted.replays > 10
+    for one, other, truth in zip(ours[0], theirs[0], exact[0], strict=True):  # small second moments enlarge rounding
+        assert (one - truth).norm() <= 10 * (other - truth).norm() + 1e-4 * truth.norm()
+    torch.testing.assert_close(ours[2], theirs[2], rtol=5e-3, atol=1e-3, equal_nan=True)
+
+
+@graphs.needs_triton
+@pytest.mark.skipif(graphs.INTERPRETED, reason="this is that session")
+def test_the_kernels_run_in_tritons_interpreter():
+    assert_passes_interpreted(__file__, "interpreted_")
