@@ -72,10 +72,10 @@ def exchange_means(
     """Sum the mean eigenvalues of some layers' factors over the ranks; those of other layers are zero. Collective."""
     has: list[Tensor | float] = []
     means: list[Tensor] = []
-    due = {layer.name for layer in layers}
+    lives = layer_factors.all_live_means(layers, states)
     for layer in ranks.layers:
         state, placement = states[layer.name], ranks.placements[layer.name]
-        live = layer_factors.live_means(layer, state) if layer.name in due else {}
+        live = lives.get(layer.name, {})
         for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
             speaks = ranks.rank == held[0] and factor.key in live
             is_known = layer_factors.is_ready(layer, state)  # what was decomposed has statistics
