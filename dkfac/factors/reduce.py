@@ -6,24 +6,50 @@ and the counts of all ranks. Owns: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dkfac.capture.statistics import BatchStatistics
-from dkfac.comm.transport import Named, Transport
+from dkfac.comm import packing
+from dkfac.comm.buffers import dtype_of, vector
+from dkfac.comm.collectives import Pending
+from dkfac.comm.packing import Group, Name, Named, alike, joined
+from dkfac.comm.transport import Transport
 from dkfac.factors import batch_factors
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops import constants
 from dkfac.ops.decompose import mean_eigenvalue
+from dkfac.ops.torch_private import foreach_mul
 from dkfac.plan.plan import Placement, Plan
-from dkfac.plan.program import HEADER_FIXED, Part
+from dkfac.plan.program import HEADER_FIXED, Part, Transfer
 from dkfac.plan.spec import LayerSpec, is_input
 
 Factors = dict[str, dict[str, Tensor]]
 """Batch factors, and moments, by layer and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Batch factors of one shape, concatenated along their blocks."""
+
+    names: list[Name]
+    values: Tensor
+
+    def factors(self) -> list[Tensor]:
+        return list(self.values.chunk(len(self.names)))
+
+
+def factors_of(batches: list[Batch]) -> Factors:
+    """Return batch factors by layer and key."""
+    found: Factors = {}
+    for batch in batches:
+        for (name, key), factor in zip(batch.names, batch.factors(), strict=True):
+            found.setdefault(name, {})[key] = factor
+    return found
 
 
 def scale_alone(measured: BatchStatistics, mean_terms: Tensor | float | None = None) -> Tensor | float:
@@ -37,15 +63,24 @@ def scale_alone(measured: BatchStatistics, mean_terms: Tensor | float | None = N
     return scale
 
 
-def finish_alone(measured: BatchStatistics, names: Iterable[str], mean_terms: Tensor | float) -> Factors:
-    """Return batch factors of layers that only this rank measures. ``mean_terms``: mean over the ranks."""
+def finish_alone(
+    measured: BatchStatistics, names: Iterable[str], mean_terms: Tensor | float
+) -> tuple[list[Batch], dict[str, Tensor]]:
+    """Return batch factors and moments of layers that only this rank measures. ``mean_terms``: mean over the ranks."""
     scale = scale_alone(measured, mean_terms)
-    batch: Factors = {}
-    for name in names:
-        sums = measured.layers[name]
-        totals = sums.factors | ({} if sums.moments is None else {"moments": sums.moments})
-        batch[name] = {key: batch_factors.batch_factor(key, s, sums.rows, scale) for key, s in totals.items()}
-    return batch
+    found = {name: measured.layers[name] for name in names}
+    totals = {(name, key): total for name, sums in found.items() for key, total in sums.factors.items()}
+    batches = []
+    for same in alike(totals, lambda n: (is_input(n[1]), totals[n].shape, totals[n].dtype, totals[n].device)):
+        values = joined([totals[name] for name in same])
+        if is_input(same[0][1]):
+            rows = vector([found[name].rows for name, _ in same], values.device).to(values.dtype)
+            values = (values.view(len(same), -1) / rows[:, None]).view(values.shape)
+        else:
+            values = batch_factors.batch_factor(same[0][1], values, 1.0, scale)
+        batches.append(Batch(same, values))
+    moments = {name: sums.moments for name, sums in found.items() if sums.moments is not None}
+    return batches, {name: batch_factors.batch_factor("moments", m, 1.0, scale) for name, m in moments.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +97,7 @@ class Observation:
 def observe_alone(measured: BatchStatistics, layers: dict[str, Layer]) -> Observation:
     """Return the observation from this rank's own sums."""
     scale = scale_alone(measured)
-    factors = finish_alone(measured, measured.layers, measured.terms)
+    factors = factors_of(finish_alone(measured, measured.layers, measured.terms)[0])
     noise = {
         (name, key): batch_factors.batch_factor(key, spread, sums.rows, scale).double().square().sum()
         for name, sums in measured.layers.items()
@@ -81,9 +116,16 @@ def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:
         if ranks.measures_alone(name):
             continue
         for key, total in layer_sums.factors.items():
-            sums[name, key] = over_terms(key, total, measured.grad_correction)
+            sums[name, key] = total
         if layer_sums.moments is not None:
-            sums[name, "moments"] = over_terms("moments", layer_sums.moments, measured.grad_correction)
+            sums[name, "moments"] = layer_sums.moments
+    correction = measured.grad_correction
+    if not isinstance(correction, float) or correction != 1.0:
+        gradients = [name for name in sums if not is_input(name[1])]
+        for given in alike([(name, sums[name]) for name in gradients], lambda item: (item[1].dtype, item[1].device)):
+            like = given[0][1]
+            by = correction.to(like.device, like.dtype) if isinstance(correction, Tensor) else correction
+            sums.update(zip([name for name, _ in given], foreach_mul([t for _, t in given], by), strict=True))
     return sums
 
 
@@ -133,9 +175,10 @@ def over_terms(key: str, total: Tensor, correction: Tensor | float) -> Tensor:
 class ReducedStatistics:
     """What all ranks measured together, restricted to what this rank holds."""
 
-    batch: Factors
-    absorb: dict[str, Tensor]
-    """Whether a layer was measured at all, and its sums are finite after the transfer."""
+    batches: list[Batch]
+    moments: dict[str, Tensor]
+    absorb: Tensor
+    """By layer, whether it was measured at all, and its sums are finite after the transfer."""
     good: Tensor
     """Whether no rank found a value that is not finite, and none failed."""
     counts: Counts
@@ -170,37 +213,90 @@ def reduce(
     ranks: RankPlan, transport: Transport, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> ReducedStatistics:
     """Sum over ranks. ``good``: whether this rank's gradients are finite; ``error``: raised by its capture."""
-    sums, rows, device = local_sums(measured, ranks), local_rows(measured, ranks.plan), good.device
-    good = good & batch_factors.all_finite(sums, device)
-    header = _header(ranks, measured, good, error, sums)
-    scales: Named = {}
+    sums, rows = local_sums(measured, ranks), local_rows(measured, ranks.plan)
+    groups, moments = transport.pack(sums)
+    told = [group.means().sum(-1) for group in groups] + [value.sum()[None] for value in moments.values()]
+    good = good & _all_finite(told, good.device)
+    header, scales = _header(ranks, measured, good, error, groups, moments), None
     if transport.program.header_first:  # float16 has little range: agree on divisors first
-        told = transport.sum("header", header)
+        counted = transport.sum("header", header)
         names = _scaled_names(ranks)
-        scales = {name: _power_of_two(told[i - len(names)]) for i, name in enumerate(names)}
-        launched, sent = transport.launch_rest(sums, scales), transport.launch_rows(rows)
-    else:
-        launched, sent = transport.launch_rest(sums, scales), transport.launch_rows(rows)
-        told = transport.sum("header", header)
-    totals = transport.finish_factors(launched, scales)
-    counts = _counts(told, len(ranks.layers))
+        scales = Scales({name: i for i, name in enumerate(names)}, _power_of_two(counted[-len(names) :]))
+        groups = [replace(group, flat=group.flat / scales.of(group.names, group.flat.dtype)) for group in groups]
+        moments = {name: value / scales.each[scales.index[name]] for name, value in moments.items()}
+    for group in groups:
+        moments |= group.parts()
+    launched, sent = transport.launch_rest(moments), transport.launch_rows(rows)
+    if not transport.program.header_first:
+        counted = transport.sum("header", header)
+    received = transport.finish_factors(launched)
+    return _divided(ranks, transport, measured, received, sent, scales, _counts(counted, len(ranks.layers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Divisors of the sums while they are sent."""
+
+    index: dict[Name, int]
+    each: Tensor
+
+    def of(self, names: list[Name], dtype: torch.dtype) -> Tensor:
+        """Return the divisors of some sums, ``[n, 1, 1]``."""
+        places = constants.constant(tuple([self.index[name] for name in names]), self.each.device, torch.int64)
+        return self.each[places].to(dtype).view(-1, 1, 1)
+
+
+def _divided(
+    ranks: RankPlan,
+    transport: Transport,
+    measured: BatchStatistics,
+    received: list[tuple[list[Part], Tensor]],
+    sent: list[tuple[Transfer, Pending]],
+    scales: Scales | None,
+    counts: Counts,
+) -> ReducedStatistics:
+    """Turn the sums that this rank holds into batch factors."""
     scale = counts.scale(transport.world_size, by_terms=measured.by_terms)
+    rows = counts.rows.clamp(min=1)
+    batches, told, moments = list[Batch](), list[tuple[list[Name], Tensor]](), dict[str, Tensor]()
 
-    def scale_of(part: Part) -> Tensor:
-        return counts.scale_of(part.key, ranks.index[part.layer], scale)
+    def add(names: list[Name], values: Tensor, means: Tensor) -> None:
+        batches.append(Batch(names, values))
+        told.append((names, means.view(len(names), -1).sum(-1)))
 
+    def kind(name: Name) -> object:
+        return (ranks.by_name[name[0]].spec.dtype, is_input(name[1])) if name in transport.held else None
+
+    for parts, buffer in received:
+        groups, others = packing.unpack(parts, buffer, transport.factors, kind)
+        for group in groups:
+            flat = group.flat.to(dtype_of(ranks.by_name[group.names[0][0]].spec.dtype))
+            flat = flat if scales is None else flat * scales.of(group.names, flat.dtype)
+            if is_input(group.names[0][1]):
+                places = constants.constant(tuple([ranks.index[n] for n, _ in group.names]), rows.device, torch.int64)
+                flat = flat / rows[places].to(flat).view(-1, 1, 1)
+            else:
+                flat = flat * scale.to(flat)
+            group = replace(group, flat=flat)
+            add(group.names, group.unpacked(), group.means())
+        for item, value in others.items():
+            if item in transport.held:
+                spec = ranks.by_name[item[0]].spec
+                value = value.to(dtype_of(spec.dtype)).view(spec.grad_shape)
+                value = value if scales is None else value * scales.each[scales.index[item]]
+                moments[item[0]] = batch_factors.batch_factor("moments", value, 1.0, scale)
+    by_rows = transport.finish_rows(sent, lambda p: counts.scale_of(p.key, ranks.index[p.layer], scale))
+    for name, factor in by_rows.items():
+        add([name], factor, mean_eigenvalue(factor))
     own = [name for name in ranks.by_name if ranks.measures_alone(name) and name in measured.layers]
-    batch = finish_alone(measured, own, counts.terms / transport.world_size)
-    absorb: dict[str, Tensor] = {}
-    _divide(ranks, totals, counts, scale, batch, absorb)
-    for (name, key), factor in transport.finish_rows(sent, scale_of).items():
-        batch.setdefault(name, {})[key] = factor
-        absorb[name] = counts.calls[ranks.index[name]] > 0
-    is_good = ((counts.num_bad == 0) & (counts.num_failed == 0)).to(device)
-    for name, factors in batch.items():
-        named = {(name, key): factor for key, factor in factors.items()}
-        absorb[name] = absorb.get(name, is_good).to(device) & batch_factors.all_finite(named, device)
-    return ReducedStatistics(batch, absorb, is_good, counts)
+    alone, moments_alone = finish_alone(measured, own, counts.terms / transport.world_size)
+    for batch in alone:
+        add(batch.names, batch.values, mean_eigenvalue(batch.values))
+    moments |= moments_alone
+    told += [([(name, "moments")], value.sum()[None]) for name, value in moments.items()]
+    good = ((counts.num_bad == 0) & (counts.num_failed == 0)).to(ranks.layers[0].weight.device)
+    absorb = _is_measured(ranks, counts, own, by_rows) & _finite_layers(ranks, told, counts.rows.device)
+    return ReducedStatistics(batches, moments, absorb, good, counts)
 
 
 def _counts(told: Tensor, num_layers: int) -> Counts:
@@ -210,36 +306,54 @@ def _counts(told: Tensor, num_layers: int) -> Counts:
     return Counts(terms, num_bad, num_failed, num_passes, rows, calls, again, spreads)
 
 
-def _divide(
-    ranks: RankPlan, totals: Named, counts: Counts, scale: Tensor, batch: Factors, absorb: dict[str, Tensor]
-) -> None:
-    """Convert the sums that this rank holds to batch factors, in ``batch`` and ``absorb``."""
-    for (name, key), total in totals.items():
-        holding, i = ranks.holds(name), ranks.index[name]
-        if key not in holding.running and not (key == "moments" and holding.moments):
-            continue
-        factor = batch_factors.batch_factor(key, total, counts.rows[i].clamp(min=1), scale)
-        batch.setdefault(name, {})[key] = factor
-        has_inputs = is_input(ranks.by_name[name].spec.factors[0].key)
-        absorb[name] = (counts.calls[i] > 0) & (counts.rows[i] > 0) if has_inputs else counts.calls[i] > 0
+def _is_measured(ranks: RankPlan, counts: Counts, own: Container[str], by_rows: Iterable[Name]) -> Tensor:
+    """Return, by layer, whether any rank measured it."""
+    device, layers, as_rows = counts.rows.device, ranks.layers, {name for name, _ in by_rows}
+    no_rows = [not is_input(layer.spec.factors[0].key) or layer.name in as_rows for layer in layers]
+    mine = constants.constant(tuple([layer.name in own for layer in layers]), device, torch.bool)
+    has_rows = (counts.rows > 0) | constants.constant(tuple(no_rows), device, torch.bool)
+    return ((counts.calls > 0) & has_rows) | mine
+
+
+def _finite_layers(ranks: RankPlan, told: list[tuple[list[Name], Tensor]], device: torch.device) -> Tensor:
+    """Return, by layer, whether all sums are finite. ``told``: numbers of some factors that show it."""
+    bad = torch.zeros(len(ranks.layers), dtype=torch.int32, device=device)
+    if not told:
+        return bad == 0
+    indices = tuple([ranks.index[name] for names, _ in told for name, _ in names])
+    places = constants.constant(indices, device, torch.int64)
+    spoilt = torch.isfinite(torch.cat([numbers.to(device, torch.float64) for _, numbers in told])).logical_not()
+    return bad.index_add_(0, places, spoilt.to(torch.int32)) == 0
+
+
+def _all_finite(told: list[Tensor], device: torch.device) -> Tensor:
+    """Return whether numbers are finite, as a flag on the device."""
+    if not told:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.cat(told).to(device, torch.float64)).all()
 
 
 def observe(reduced: ReducedStatistics, ranks: RankPlan, world_size: int, *, by_terms: bool) -> Observation:
     """Return the observation from the sums of all ranks. Synchronizes with the device."""
     counts, noise = reduced.counts, dict[tuple[str, str], Tensor]()
-    scale = counts.scale(world_size, by_terms=by_terms)
+    factors, scale = factors_of(reduced.batches), counts.scale(world_size, by_terms=by_terms)
     for i, (name, key) in enumerate(_names(ranks)):
         by = counts.scale_of(key, ranks.index[name], scale)
         noise[name, key] = counts.spreads[i] * by**2
-        if name in reduced.absorb:
-            noise[name, key] = noise[name, key].where(reduced.absorb[name].to(by.device), torch.nan)
+        if name in factors:
+            noise[name, key] = noise[name, key].where(reduced.absorb[ranks.index[name]].to(by.device), torch.nan)
     told, calls, terms = counts.rows.tolist(), counts.calls.tolist(), float(counts.terms)
     rows = {la.name: terms * (calls[i] > 0) if la.is_norm else told[i] for i, la in enumerate(ranks.layers)}
-    return Observation(reduced.batch, noise, rows)
+    return Observation(factors, noise, rows)
 
 
 def _header(
-    ranks: RankPlan, measured: BatchStatistics, good: Tensor, error: BaseException | None, sums: Named
+    ranks: RankPlan,
+    measured: BatchStatistics,
+    good: Tensor,
+    error: BaseException | None,
+    groups: list[Group],
+    moments: Named,
 ) -> list[Tensor | float]:
     """Return terms, flags, passes; per layer rows, calls, repeated calls; variances if adaptive; for float16,
     traces."""
@@ -253,7 +367,11 @@ def _header(
     if ranks.plan.adaptive:
         values += [_spread_square(measured, name, key) for name, key in _names(ranks)]
     if ranks.plan.wire_dtype == "float16":
-        values += [_trace(name[1], sums[name]) if name in sums else 0.0 for name in _scaled_names(ranks)]
+        traces: Named = {name: value.sum() for name, value in moments.items()}
+        for group in groups:
+            sums = group.means().sum(-1) * group.factor.dim
+            traces |= zip(group.names, sums.unbind(), strict=True)
+        values += [traces.get(name, 0.0) for name in _scaled_names(ranks)]
     return values
 
 
@@ -272,11 +390,7 @@ def _spread_square(measured: BatchStatistics, name: str, key: str) -> Tensor | f
     return 0.0 if spread is None else over_terms(key, spread, measured.grad_correction).double().square().sum()
 
 
-def _trace(key: str, total: Tensor) -> Tensor:
-    return total.sum() if key == "moments" else mean_eigenvalue(total).sum() * total.shape[-1]
-
-
-def _power_of_two(total: Tensor) -> Tensor:
-    """Return the divisor that brings a sum of this trace to about 16; 1 where it is zero or not finite."""
-    exponent = torch.floor(torch.log2(total)) - 4
+def _power_of_two(traces: Tensor) -> Tensor:
+    """Return the divisors that bring sums of these traces to about 16; 1 where one is zero or not finite."""
+    exponent = torch.floor(torch.log2(traces)) - 4
     return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)

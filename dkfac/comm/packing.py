@@ -1,0 +1,107 @@
+"""Pack factors of equal shape together, so that the number of operations does not grow with the number of layers.
+
+Input: sums by layer and key, or a flat buffer. Output: packed triangles of one shape in one tensor, and flat buffers.
+Owns: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dkfac.ops.pack import pack_triangle, packed_diagonal, unpack_triangle
+from dkfac.plan.program import Part
+from dkfac.plan.spec import FactorSpec
+
+Name = tuple[str, str]
+"""A layer and a key."""
+Named = dict[Name, Tensor]
+"""Tensors by layer and key."""
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Packed factors of one shape and dtype, ``[n, B, elements of a block]``."""
+
+    names: list[Name]
+    factor: FactorSpec
+    """Of any of them: their shapes are equal."""
+    flat: Tensor
+
+    @property
+    def is_dense(self) -> bool:
+        return self.factor.form == "dense"
+
+    def means(self) -> Tensor:
+        """Return the mean eigenvalue of each block, ``[n, B]``."""
+        diagonal = packed_diagonal(self.flat, self.factor.dim) if self.is_dense else self.flat
+        return diagonal.mean(-1)
+
+    def unpacked(self) -> Tensor:
+        """Return the factors, concatenated along their blocks."""
+        rows = self.flat.flatten(0, 1)
+        return unpack_triangle(rows, self.factor.dim) if self.is_dense else rows
+
+    def parts(self) -> dict[Name, Tensor]:
+        """Return each factor's part, flat."""
+        return dict(zip(self.names, self.flat.view(len(self.names), -1).unbind(), strict=True))
+
+
+def alike(items: Iterable[Item], kind: Callable[[Item], object]) -> list[list[Item]]:
+    """Return items grouped by what ``kind`` returns, in order."""
+    found: dict[object, list[Item]] = {}
+    for item in items:
+        found.setdefault(kind(item), []).append(item)
+    return list(found.values())
+
+
+def shape_of(factor: FactorSpec) -> tuple[int, int, str]:
+    return factor.num_blocks, factor.dim, factor.form
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors concatenated; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def pack(sums: Named, factors: Mapping[Name, FactorSpec], device: torch.device) -> list[Group]:
+    """Return packed sums, those of one shape and dtype together; without what is no factor (moments)."""
+    found, names = list[Group](), [name for name in sums if name in factors]
+    for same in alike(names, lambda name: (shape_of(factors[name]), sums[name].dtype)):
+        factor, whole = factors[same[0]], joined([sums[name].to(device) for name in same])
+        flat = pack_triangle(whole) if factor.form == "dense" else whole.contiguous()
+        found.append(Group(same, factor, flat.view(len(same), factor.num_blocks, -1)))
+    return found
+
+
+def unpack(
+    parts: Sequence[Part], flat: Tensor, factors: Mapping[Name, FactorSpec], kind: Callable[[Name], object]
+) -> tuple[list[Group], Named]:
+    """Return the parts of a buffer: factors of one shape and kind together, and flat what is no factor.
+
+    ``kind``: returns None for factors that are left out.
+    """
+    sizes = [part.elements for part in parts]
+    pieces = torch.split(flat, [*sizes, len(flat) - sum(sizes)])
+    by_name = {(part.layer, part.key): piece for part, piece in zip(parts, pieces, strict=False)}
+    kinds = {name: kind(name) for name in by_name}
+    found, names = list[Group](), [name for name in by_name if name in factors and kinds[name] is not None]
+    for same in alike(names, lambda name: (shape_of(factors[name]), kinds[name])):
+        together = joined([by_name[name] for name in same])
+        found.append(Group(same, factors[same[0]], together.view(len(same), factors[same[0]].num_blocks, -1)))
+    return found, {name: piece for name, piece in by_name.items() if name not in factors}
+
+
+def to_buffer(parts: Sequence[Part], given: Named, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new flat buffer of ``elements``, with what is given of its parts, and zeros elsewhere."""
+    sizes = [part.elements for part in parts if (part.layer, part.key) not in given]
+    sizes.append(elements - sum([part.elements for part in parts]))
+    blanks = iter(torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), sizes))
+    names = [(part.layer, part.key) for part in parts]
+    pieces = [given[name] if name in given else next(blanks) for name in names]
+    return torch.cat([*pieces, *blanks]).to(dtype)
