@@ -6,7 +6,7 @@ Owns: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dkfac.ops.pack import pack_triangle, packed_diagonal, unpack_triangle
+from dkfac.ops.triangles import Entry, Triangles
 from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
 
@@ -52,6 +53,35 @@ class Group:
         return dict(zip(self.names, self.flat.view(len(self.names), -1).unbind(), strict=True))
 
 
+class Layout:
+    """Where the parts of a buffer are that a rank has to do with."""
+
+    def __init__(
+        self, parts: Sequence[Part], factors: Mapping[Name, FactorSpec], layers: Sequence[str], held: Container[Name]
+    ) -> None:
+        """``layers``: the names of all layers. ``held``: what is wanted of the parts."""
+        self.parts, self.names = parts, [(part.layer, part.key) for part in parts]
+        self.sizes = [part.elements for part in parts]
+        self.used = sum(self.sizes)
+        self.held = [name for name in self.names if name in held]
+        self.only_factors = all(name in factors for name in self.held)
+        self._factors, self._layers, self._tables = factors, layers, dict[torch.device, Triangles]()
+
+    def table(self, device: torch.device) -> Triangles:
+        """Return what kernels need to know of the held parts."""
+        if device not in self._tables:
+            index, held, begin = {name: i for i, name in enumerate(self._layers)}, set(self.held), 0
+            entries = []
+            for name, size in zip(self.names, self.sizes, strict=True):
+                factor = self._factors.get(name, FactorSpec("", size, form="diagonal"))
+                if name in held:
+                    is_dense = factor.form == "dense"
+                    entries.append(Entry(begin, factor.num_blocks, factor.dim, is_dense, index[name[0]]))
+                begin += size
+            self._tables[device] = Triangles(entries, device)
+        return self._tables[device]
+
+
 def alike(items: Iterable[Item], kind: Callable[[Item], object]) -> list[list[Item]]:
     """Return items grouped by what ``kind`` returns, in order."""
     found: dict[object, list[Item]] = {}
@@ -80,28 +110,22 @@ def pack(sums: Named, factors: Mapping[Name, FactorSpec], device: torch.device) 
 
 
 def unpack(
-    parts: Sequence[Part], flat: Tensor, factors: Mapping[Name, FactorSpec], kind: Callable[[Name], object]
+    layout: Layout, flat: Tensor, factors: Mapping[Name, FactorSpec], kind: Callable[[Name], object]
 ) -> tuple[list[Group], Named]:
-    """Return the parts of a buffer: factors of one shape and kind together, and flat what is no factor.
-
-    ``kind``: returns None for factors that are left out.
-    """
-    sizes = [part.elements for part in parts]
-    pieces = torch.split(flat, [*sizes, len(flat) - sum(sizes)])
-    by_name = {(part.layer, part.key): piece for part, piece in zip(parts, pieces, strict=False)}
-    kinds = {name: kind(name) for name in by_name}
-    found, names = list[Group](), [name for name in by_name if name in factors and kinds[name] is not None]
-    for same in alike(names, lambda name: (shape_of(factors[name]), kinds[name])):
+    """Return the held parts of a buffer: factors of one shape and kind together, and flat what is no factor."""
+    pieces = torch.split(flat, [*layout.sizes, len(flat) - layout.used])
+    by_name = dict(zip(layout.names, pieces, strict=False))
+    found, names = list[Group](), [name for name in layout.held if name in factors]
+    for same in alike(names, lambda name: (shape_of(factors[name]), kind(name))):
         together = joined([by_name[name] for name in same])
         found.append(Group(same, factors[same[0]], together.view(len(same), factors[same[0]].num_blocks, -1)))
-    return found, {name: piece for name, piece in by_name.items() if name not in factors}
+    return found, {name: by_name[name] for name in layout.held if name not in factors}
 
 
-def to_buffer(parts: Sequence[Part], given: Named, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_buffer(layout: Layout, given: Named, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a new flat buffer of ``elements``, with what is given of its parts, and zeros elsewhere."""
-    sizes = [part.elements for part in parts if (part.layer, part.key) not in given]
-    sizes.append(elements - sum([part.elements for part in parts]))
-    blanks = iter(torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), sizes))
-    names = [(part.layer, part.key) for part in parts]
-    pieces = [given[name] if name in given else next(blanks) for name in names]
+    missing = [size for name, size in zip(layout.names, layout.sizes, strict=True) if name not in given]
+    missing.append(elements - layout.used)
+    blanks = iter(torch.split(torch.zeros(sum(missing), dtype=dtype, device=device), missing))
+    pieces = [given[name] if name in given else next(blanks) for name in layout.names]
     return torch.cat([*pieces, *blanks]).to(dtype)

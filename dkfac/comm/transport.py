@@ -7,6 +7,7 @@ buffers in flight. A single rank is a transport with an empty program.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from dkfac.comm import agree, collectives, packing
 from dkfac.comm.buffers import dtype_of, on_cpu, places_of, vector
 from dkfac.comm.collectives import Pending
 from dkfac.comm.groups import Groups
-from dkfac.comm.packing import Group, Named, to_buffer
+from dkfac.comm.packing import Group, Layout, Named, to_buffer
+from dkfac.ops import constants, triangles
 from dkfac.ops.factors import gram
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import How, Part, Stage, Transfer, expand
-from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.spec import FactorSpec, LayerSpec, is_input
 
 
 class Transport:
@@ -46,6 +48,8 @@ class Transport:
         """Factors, and moments, that this rank holds."""
         self.held |= {(name, "moments") for name, held in holdings.items() if held.moments}
         self._dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
+        self._layouts: dict[tuple[int, bool], tuple[Transfer, Layout]] = {}
+        """By transfer, which is kept so that no other one gets its id."""
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
 
     def open(self) -> Transport:
@@ -66,7 +70,7 @@ class Transport:
         """Return a copy with the same process groups that, in a stage, transfers only ``kept``, as (layer, key)."""
         found = copy.copy(self)
         found.program = self.program.only(stage, kept)
-        found._launched = []
+        found._launched, found._layouts = [], {}
         return found
 
     # --- small vectors -------------------------------------------------------------------------------------
@@ -96,14 +100,23 @@ class Transport:
             name: total.reshape(-1).to(self.device) for name, total in sums.items() if name not in self.factors
         }
 
-    def launch_factors(self, bucket: int, given: Named) -> list[tuple[Transfer, Pending]]:
-        """Launch the reductions of a bucket. ``given``: packed sums; a missing one counts as zero."""
+    def layout(self, transfer: Transfer, *, own: bool = False) -> Layout:
+        """Return where the parts of a reduction are; ``own``: in the buffer that this rank receives of them."""
+        key = id(transfer), own
+        if key not in self._layouts:
+            parts = [p for p in transfer.parts if not own or p.owner in (-1, self.rank)]
+            held = self.held if own else {(p.layer, p.key) for p in parts}
+            layers = [layer.name for layer in self.plan.layers]
+            self._layouts[key] = transfer, Layout(parts, self.factors, layers, held)
+        return self._layouts[key][1]
+
+    def launch_factors(self, bucket: int, fill: Callable[[Transfer], Tensor]) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions of a bucket. ``fill``: returns the buffer of a transfer."""
         launched = []
         for transfer in self.program.stage("factors"):
             if transfer.bucket != bucket or transfer.how not in ("all-reduce", "reduce-scatter"):
                 continue
-            dtype = dtype_of(transfer.dtype)
-            flat = to_buffer(transfer.parts, given, transfer.elements(self.rank), dtype, self.device)
+            flat = fill(transfer)
             if transfer.how == "all-reduce":
                 pending = collectives.all_reduce(flat, self.groups.everyone)
             else:
@@ -112,19 +125,57 @@ class Transport:
             launched.append((transfer, pending))
         return launched
 
-    def launch_rest(self, given: Named) -> list[tuple[Transfer, Pending]]:
-        """Launch the reductions that have not been launched yet; return those of all buckets."""
+    def _launch_rest(self, fill: Callable[[Transfer], Tensor]) -> list[tuple[Transfer, Pending]]:
         for bucket in range(self.num_launched, self.num_buckets):
-            self._launched += self.launch_factors(bucket, given)
+            self._launched += self.launch_factors(bucket, fill)
         launched, self._launched, self.num_launched = self._launched, [], 0
         return launched
+
+    def launch_rest(self, given: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions that have not been launched yet; return those of all buckets. ``given``: packed sums; a
+        missing one counts as zero."""
+        return self._launch_rest(functools.partial(self._buffer, given))
+
+    def _buffer(self, given: Named, transfer: Transfer) -> Tensor:
+        elements, dtype = transfer.elements(self.rank), dtype_of(transfer.dtype)
+        return to_buffer(self.layout(transfer), given, elements, dtype, self.device)
+
+    def launch_sums(
+        self, sums: Named, correction: Tensor | float
+    ) -> tuple[list[tuple[Transfer, Pending]], Tensor] | None:
+        """Pack sums in one launch for each transfer, those over gradients times ``correction``, and launch all
+        reductions. Also returns whether the sums are finite. None if the kernels cannot do it."""
+        if self.num_launched or self.program.header_first or not sums:
+            return None
+        totals = {name: total.contiguous() for name, total in sums.items()}
+        dtypes = {dtype_of(t.dtype) for t in self.program.stage("factors")}
+        if not all(triangles.usable(torch.empty(0, dtype=d, device=self.device), *totals.values()) for d in dtypes):
+            return None
+        fine = list[Tensor]()
+
+        def fill(transfer: Transfer) -> Tensor:
+            layout, dtype = self.layout(transfer), dtype_of(transfer.dtype)
+            flat = torch.empty(transfer.elements(self.rank), dtype=dtype, device=self.device)
+            flat[layout.used :].zero_()
+            if isinstance(correction, Tensor):
+                inputs = constants.constant(tuple([is_input(key) for _, key in layout.names]), self.device, torch.bool)
+                scales = torch.where(inputs, 1.0, correction.to(self.device, torch.float32))
+            else:
+                each = tuple([1.0 if is_input(key) else float(correction) for _, key in layout.names])
+                scales = constants.constant(each, self.device, torch.float32)
+            sources = [totals.get(name) for name in layout.names]
+            fine.append(layout.table(self.device).pack(sources, scales, flat))
+            return flat
+
+        launched = self._launch_rest(fill)
+        return launched, torch.stack(fine).all()
 
     def launch_early(self, sums: Named) -> None:
         """Launch the next bucket during forward or backward."""
         groups, rest = self.pack(sums)
         for group in groups:
             rest |= group.parts()
-        self._launched += self.launch_factors(self.num_launched, rest)
+        self._launched += self.launch_factors(self.num_launched, functools.partial(self._buffer, rest))
         self.num_launched += 1
 
     def drop_launched(self) -> None:
@@ -167,9 +218,9 @@ class Transport:
                 result[part.layer, part.key] = gram(rows, ones=False, dtype=dtype)
         return result
 
-    def finish_factors(self, launched: list[tuple[Transfer, Pending]]) -> list[tuple[list[Part], Tensor]]:
-        """Wait for reductions, forward chunks to those who hold them, and return buffers of the sums that this rank
-        holds, each with its parts."""
+    def finish_factors(self, launched: list[tuple[Transfer, Pending]]) -> list[tuple[Layout, Tensor]]:
+        """Wait for reductions, forward chunks to those who hold them, and return buffers with the sums that this rank
+        holds."""
         reduced: list[tuple[Transfer, Tensor]] = []
         moving: list[tuple[Transfer, Pending]] = []
         onwards = {(t.bucket, t.dtype, t.how): t for t in self.program.stage("factors")}
@@ -186,7 +237,7 @@ class Transport:
             send, receive = onward.splits(self.rank)
             moving.append((onward, collectives.exchange(chunk[: sum(send)], send, receive, self.groups.everyone)))
         reduced += [(transfer, pending.wait()) for transfer, pending in moving]
-        return [([p for p in t.parts if p.owner in (-1, self.rank)], flat) for t, flat in reduced]
+        return [(self.layout(transfer, own=True), flat) for transfer, flat in reduced]
 
     # --- shares --------------------------------------------------------------------------------------------
 

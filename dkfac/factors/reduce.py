@@ -16,16 +16,16 @@ from dkfac.capture.statistics import BatchStatistics
 from dkfac.comm import packing
 from dkfac.comm.buffers import dtype_of, vector
 from dkfac.comm.collectives import Pending
-from dkfac.comm.packing import Group, Name, Named, alike, joined
+from dkfac.comm.packing import Group, Layout, Name, Named, alike, joined
 from dkfac.comm.transport import Transport
 from dkfac.factors import batch_factors
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
-from dkfac.ops import constants
+from dkfac.ops import constants, triangles
 from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.ops.torch_private import foreach_mul
 from dkfac.plan.plan import Placement, Plan
-from dkfac.plan.program import HEADER_FIXED, Part, Transfer
+from dkfac.plan.program import HEADER_FIXED, Transfer
 from dkfac.plan.spec import LayerSpec, is_input
 
 Factors = dict[str, dict[str, Tensor]]
@@ -110,7 +110,7 @@ def observe_alone(measured: BatchStatistics, layers: dict[str, Layer]) -> Observ
 
 
 def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:
-    """Return this rank's sums over terms, of the layers that several ranks measure."""
+    """Return this rank's sums, of the layers that several ranks measure."""
     sums: Named = {}
     for name, layer_sums in measured.layers.items():
         if ranks.measures_alone(name):
@@ -119,14 +119,19 @@ def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:
             sums[name, key] = total
         if layer_sums.moments is not None:
             sums[name, "moments"] = layer_sums.moments
-    correction = measured.grad_correction
-    if not isinstance(correction, float) or correction != 1.0:
-        gradients = [name for name in sums if not is_input(name[1])]
-        for given in alike([(name, sums[name]) for name in gradients], lambda item: (item[1].dtype, item[1].device)):
-            like = given[0][1]
-            by = correction.to(like.device, like.dtype) if isinstance(correction, Tensor) else correction
-            sums.update(zip([name for name, _ in given], foreach_mul([t for _, t in given], by), strict=True))
     return sums
+
+
+def _over_terms(sums: Named, correction: Tensor | float) -> Named:
+    """Return sums of products of gradients as sums over terms of the loss; sums over inputs unchanged."""
+    if isinstance(correction, float) and correction == 1.0:
+        return sums
+    gradients, found = [item for item in sums.items() if not is_input(item[0][1])], dict(sums)
+    for given in alike(gradients, lambda item: (item[1].dtype, item[1].device)):
+        like = given[0][1]
+        by = correction.to(like.device, like.dtype) if isinstance(correction, Tensor) else correction
+        found.update(zip([name for name, _ in given], foreach_mul([t for _, t in given], by), strict=True))
+    return found
 
 
 FEW_ELEMENTS = 1024
@@ -175,6 +180,8 @@ def over_terms(key: str, total: Tensor, correction: Tensor | float) -> Tensor:
 class ReducedStatistics:
     """What all ranks measured together, restricted to what this rank holds."""
 
+    packed: list[tuple[Layout, Tensor]]
+    """Sums, not divided yet, that kernels absorb as they are."""
     batches: list[Batch]
     moments: dict[str, Tensor]
     absorb: Tensor
@@ -182,6 +189,8 @@ class ReducedStatistics:
     good: Tensor
     """Whether no rank found a value that is not finite, and none failed."""
     counts: Counts
+    scale: Tensor
+    """The multiplier of sums over terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,22 +222,28 @@ def reduce(
     ranks: RankPlan, transport: Transport, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> ReducedStatistics:
     """Sum over ranks. ``good``: whether this rank's gradients are finite; ``error``: raised by its capture."""
-    sums, rows = local_sums(measured, ranks), local_rows(measured, ranks.plan)
-    groups, moments = transport.pack(sums)
-    told = [group.means().sum(-1) for group in groups] + [value.sum()[None] for value in moments.values()]
-    good = good & _all_finite(told, good.device)
-    header, scales = _header(ranks, measured, good, error, groups, moments), None
-    if transport.program.header_first:  # float16 has little range: agree on divisors first
-        counted = transport.sum("header", header)
-        names = _scaled_names(ranks)
-        scales = Scales({name: i for i, name in enumerate(names)}, _power_of_two(counted[-len(names) :]))
-        groups = [replace(group, flat=group.flat / scales.of(group.names, group.flat.dtype)) for group in groups]
-        moments = {name: value / scales.each[scales.index[name]] for name, value in moments.items()}
-    for group in groups:
-        moments |= group.parts()
-    launched, sent = transport.launch_rest(moments), transport.launch_rows(rows)
-    if not transport.program.header_first:
-        counted = transport.sum("header", header)
+    rows, scales = local_rows(measured, ranks.plan), None
+    totals = local_sums(measured, ranks)
+    at_once = transport.launch_sums(totals, measured.grad_correction)
+    if at_once is not None:
+        launched, fine = at_once
+        sent = transport.launch_rows(rows)
+        counted = transport.sum("header", _header(ranks, measured, good & fine.to(good.device), error))
+    else:
+        groups, others = transport.pack(_over_terms(totals, measured.grad_correction))
+        told = [group.means().sum(-1) for group in groups] + [value.sum()[None] for value in others.values()]
+        header = _header(ranks, measured, good & _all_finite(told, good.device), error)
+        if transport.program.header_first:  # float16 has little range: agree on divisors first
+            counted = transport.sum("header", header + _traces(ranks, groups, others))
+            names = _scaled_names(ranks)
+            scales = Scales({name: i for i, name in enumerate(names)}, _power_of_two(counted[-len(names) :]))
+            groups = [replace(g, flat=g.flat / scales.of(g.names, g.flat.dtype)) for g in groups]
+            others = {name: value / scales.each[scales.index[name]] for name, value in others.items()}
+        for group in groups:
+            others |= group.parts()
+        launched, sent = transport.launch_rest(others), transport.launch_rows(rows)
+        if not transport.program.header_first:
+            counted = transport.sum("header", header)
     received = transport.finish_factors(launched)
     return _divided(ranks, transport, measured, received, sent, scales, _counts(counted, len(ranks.layers)))
 
@@ -250,7 +265,7 @@ def _divided(
     ranks: RankPlan,
     transport: Transport,
     measured: BatchStatistics,
-    received: list[tuple[list[Part], Tensor]],
+    received: list[tuple[Layout, Tensor]],
     sent: list[tuple[Transfer, Pending]],
     scales: Scales | None,
     counts: Counts,
@@ -265,10 +280,16 @@ def _divided(
         told.append((names, means.view(len(names), -1).sum(-1)))
 
     def kind(name: Name) -> object:
-        return (ranks.by_name[name[0]].spec.dtype, is_input(name[1])) if name in transport.held else None
+        return ranks.by_name[name[0]].spec.dtype, is_input(name[1])
 
-    for parts, buffer in received:
-        groups, others = packing.unpack(parts, buffer, transport.factors, kind)
+    packed = list[tuple[Layout, Tensor]]()
+    absorb = torch.ones(len(ranks.layers), dtype=torch.bool, device=counts.rows.device)
+    for layout, buffer in received:
+        if scales is None and _may_stay_packed(ranks, layout, buffer):
+            packed.append((layout, buffer))
+            absorb = absorb & layout.table(buffer.device).are_finite(buffer, len(ranks.layers))
+            continue
+        groups, others = packing.unpack(layout, buffer, transport.factors, kind)
         for group in groups:
             flat = group.flat.to(dtype_of(ranks.by_name[group.names[0][0]].spec.dtype))
             flat = flat if scales is None else flat * scales.of(group.names, flat.dtype)
@@ -280,11 +301,10 @@ def _divided(
             group = replace(group, flat=flat)
             add(group.names, group.unpacked(), group.means())
         for item, value in others.items():
-            if item in transport.held:
-                spec = ranks.by_name[item[0]].spec
-                value = value.to(dtype_of(spec.dtype)).view(spec.grad_shape)
-                value = value if scales is None else value * scales.each[scales.index[item]]
-                moments[item[0]] = batch_factors.batch_factor("moments", value, 1.0, scale)
+            spec = ranks.by_name[item[0]].spec
+            value = value.to(dtype_of(spec.dtype)).view(spec.grad_shape)
+            value = value if scales is None else value * scales.each[scales.index[item]]
+            moments[item[0]] = batch_factors.batch_factor("moments", value, 1.0, scale)
     by_rows = transport.finish_rows(sent, lambda p: counts.scale_of(p.key, ranks.index[p.layer], scale))
     for name, factor in by_rows.items():
         add([name], factor, mean_eigenvalue(factor))
@@ -295,8 +315,17 @@ def _divided(
     moments |= moments_alone
     told += [([(name, "moments")], value.sum()[None]) for name, value in moments.items()]
     good = ((counts.num_bad == 0) & (counts.num_failed == 0)).to(ranks.layers[0].weight.device)
-    absorb = _is_measured(ranks, counts, own, by_rows) & _finite_layers(ranks, told, counts.rows.device)
-    return ReducedStatistics(batches, moments, absorb, good, counts)
+    absorb = absorb & _is_measured(ranks, counts, own, by_rows)
+    if told:
+        absorb = absorb & _finite_layers(ranks, told, absorb.device)
+    return ReducedStatistics(packed, batches, moments, absorb, good, counts, scale)
+
+
+def _may_stay_packed(ranks: RankPlan, layout: Layout, buffer: Tensor) -> bool:
+    """Whether kernels absorb a buffer without unpacking it: it has factors alone, and nobody asks for batch factors."""
+    if ranks.plan.adaptive or not layout.only_factors or not triangles.usable(buffer):
+        return False
+    return all(ranks.by_name[name].spec.dtype == "float32" for name, _ in layout.held)
 
 
 def _counts(told: Tensor, num_layers: int) -> Counts:
@@ -318,8 +347,6 @@ def _is_measured(ranks: RankPlan, counts: Counts, own: Container[str], by_rows: 
 def _finite_layers(ranks: RankPlan, told: list[tuple[list[Name], Tensor]], device: torch.device) -> Tensor:
     """Return, by layer, whether all sums are finite. ``told``: numbers of some factors that show it."""
     bad = torch.zeros(len(ranks.layers), dtype=torch.int32, device=device)
-    if not told:
-        return bad == 0
     indices = tuple([ranks.index[name] for names, _ in told for name, _ in names])
     places = constants.constant(indices, device, torch.int64)
     spoilt = torch.isfinite(torch.cat([numbers.to(device, torch.float64) for _, numbers in told])).logical_not()
@@ -348,17 +375,11 @@ def observe(reduced: ReducedStatistics, ranks: RankPlan, world_size: int, *, by_
 
 
 def _header(
-    ranks: RankPlan,
-    measured: BatchStatistics,
-    good: Tensor,
-    error: BaseException | None,
-    groups: list[Group],
-    moments: Named,
+    ranks: RankPlan, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> list[Tensor | float]:
-    """Return terms, flags, passes; per layer rows, calls, repeated calls; variances if adaptive; for float16,
-    traces."""
+    """Return terms, flags, passes; per layer rows, calls, repeated calls; variances if adaptive."""
     found = [measured.layers.get(layer.name) for layer in ranks.layers]
-    values: list[Tensor | float] = [measured.terms, (~good).to(torch.float64), float(error is not None)]
+    values: list[Tensor | float] = [measured.terms, ~good, float(error is not None)]
     values.append(float(measured.num_passes))
     values += [0.0 if s is None else s.rows for s in found]
     called = [float(layer.name in measured.called) for layer in ranks.layers]
@@ -366,13 +387,15 @@ def _header(
     values += [0.0 if s is None else float(s.called_again) for s in found]
     if ranks.plan.adaptive:
         values += [_spread_square(measured, name, key) for name, key in _names(ranks)]
-    if ranks.plan.wire_dtype == "float16":
-        traces: Named = {name: value.sum() for name, value in moments.items()}
-        for group in groups:
-            sums = group.means().sum(-1) * group.factor.dim
-            traces |= zip(group.names, sums.unbind(), strict=True)
-        values += [traces.get(name, 0.0) for name in _scaled_names(ranks)]
     return values
+
+
+def _traces(ranks: RankPlan, groups: list[Group], others: Named) -> list[Tensor | float]:
+    """Return the traces of this rank's sums, from which float16's divisors follow."""
+    traces: Named = {name: value.sum() for name, value in others.items()}
+    for group in groups:
+        traces |= zip(group.names, (group.means().sum(-1) * group.factor.dim).unbind(), strict=True)
+    return [traces.get(name, 0.0) for name in _scaled_names(ranks)]
 
 
 def _scaled_names(ranks: RankPlan) -> list[tuple[str, str]]:
