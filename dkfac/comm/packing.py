@@ -13,20 +13,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dkfac.ops import constants
 from dkfac.ops.pack import pack_triangle, packed_diagonal, unpack_triangle
 from dkfac.ops.triangles import Entry, Triangles
 from dkfac.plan.program import Part
-from dkfac.plan.spec import FactorSpec
+from dkfac.plan.spec import FactorSpec, is_input
 
 Name = tuple[str, str]
 """A layer and a key."""
 Named = dict[Name, Tensor]
 """Tensors by layer and key."""
-Item = TypeVar("Item")
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class PackedFactors:
     """Packed factors of one shape and dtype, ``[n, B, elements of a block]``."""
 
     names: list[Name]
@@ -82,43 +83,43 @@ class Layout:
         return self._tables[device]
 
 
-def alike(items: Iterable[Item], kind: Callable[[Item], object]) -> list[list[Item]]:
+def alike(items: Iterable[Thing], kind: Callable[[Thing], object]) -> list[list[Thing]]:
     """Return items grouped by what ``kind`` returns, in order."""
-    found: dict[object, list[Item]] = {}
+    found: dict[object, list[Thing]] = {}
     for item in items:
         found.setdefault(kind(item), []).append(item)
     return list(found.values())
 
 
-def shape_of(factor: FactorSpec) -> tuple[int, int, str]:
+def packed_shape(factor: FactorSpec) -> tuple[int, int, str]:
     return factor.num_blocks, factor.dim, factor.form
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors concatenated; a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def pack(sums: Named, factors: Mapping[Name, FactorSpec], device: torch.device) -> list[Group]:
+def pack(sums: Named, factors: Mapping[Name, FactorSpec], device: torch.device) -> list[PackedFactors]:
     """Return packed sums, those of one shape and dtype together; without what is no factor (moments)."""
-    found, names = list[Group](), [name for name in sums if name in factors]
-    for same in alike(names, lambda name: (shape_of(factors[name]), sums[name].dtype)):
-        factor, whole = factors[same[0]], joined([sums[name].to(device) for name in same])
+    found, names = list[PackedFactors](), [name for name in sums if name in factors]
+    for same in alike(names, lambda name: (packed_shape(factors[name]), sums[name].dtype)):
+        factor, whole = factors[same[0]], concatenated([sums[name].to(device) for name in same])
         flat = pack_triangle(whole) if factor.form == "dense" else whole.contiguous()
-        found.append(Group(same, factor, flat.view(len(same), factor.num_blocks, -1)))
+        found.append(PackedFactors(same, factor, flat.view(len(same), factor.num_blocks, -1)))
     return found
 
 
 def unpack(
     layout: Layout, flat: Tensor, factors: Mapping[Name, FactorSpec], kind: Callable[[Name], object]
-) -> tuple[list[Group], Named]:
+) -> tuple[list[PackedFactors], Named]:
     """Return the held parts of a buffer: factors of one shape and kind together, and flat what is no factor."""
     pieces = torch.split(flat, [*layout.sizes, len(flat) - layout.used])
     by_name = dict(zip(layout.names, pieces, strict=False))
-    found, names = list[Group](), [name for name in layout.held if name in factors]
-    for same in alike(names, lambda name: (shape_of(factors[name]), kind(name))):
-        together = joined([by_name[name] for name in same])
-        found.append(Group(same, factors[same[0]], together.view(len(same), factors[same[0]].num_blocks, -1)))
+    found, names = list[PackedFactors](), [name for name in layout.held if name in factors]
+    for same in alike(names, lambda name: (packed_shape(factors[name]), kind(name))):
+        together = concatenated([by_name[name] for name in same])
+        found.append(PackedFactors(same, factors[same[0]], together.view(len(same), factors[same[0]].num_blocks, -1)))
     return found, {name: by_name[name] for name in layout.held if name not in factors}
 
 
@@ -129,3 +130,16 @@ def to_buffer(layout: Layout, given: Named, elements: int, dtype: torch.dtype, d
     blanks = iter(torch.split(torch.zeros(sum(missing), dtype=dtype, device=device), missing))
     pieces = [given[name] if name in given else next(blanks) for name in layout.names]
     return torch.cat([*pieces, *blanks]).to(dtype)
+
+
+def pack_at_once(layout: Layout, sums: Named, correction: Tensor | float, flat: Tensor) -> Tensor:
+    """Pack contiguous sums into a buffer in one launch, those over gradients times ``correction``; a missing one counts
+    as zero. Returns whether they are finite, as a flag on the device."""
+    flat[layout.used :].zero_()
+    if isinstance(correction, Tensor):
+        inputs = constants.constant(tuple([is_input(key) for _, key in layout.names]), flat.device, torch.bool)
+        scales = torch.where(inputs, 1.0, correction.to(flat.device, torch.float32))
+    else:
+        each = tuple([1.0 if is_input(key) else float(correction) for _, key in layout.names])
+        scales = constants.constant(each, flat.device, torch.float32)
+    return layout.table(flat.device).pack([sums.get(name) for name in layout.names], scales, flat)

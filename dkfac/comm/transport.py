@@ -18,12 +18,12 @@ from dkfac.comm import agree, collectives, packing
 from dkfac.comm.buffers import dtype_of, on_cpu, places_of, vector
 from dkfac.comm.collectives import Pending
 from dkfac.comm.groups import Groups
-from dkfac.comm.packing import Group, Layout, Named, to_buffer
-from dkfac.ops import constants, triangles
+from dkfac.comm.packing import Layout, Named, PackedFactors, to_buffer
+from dkfac.ops import triangles
 from dkfac.ops.factors import gram
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import How, Part, Stage, Transfer, expand
-from dkfac.plan.spec import FactorSpec, LayerSpec, is_input
+from dkfac.plan.spec import FactorSpec, LayerSpec
 
 
 class Transport:
@@ -94,7 +94,7 @@ class Transport:
 
     # --- factors -------------------------------------------------------------------------------------------
 
-    def pack(self, sums: Named) -> tuple[list[Group], Named]:
+    def pack(self, sums: Named) -> tuple[list[PackedFactors], Named]:
         """Return sums as they are sent: factors of one shape packed together, and the rest (moments) flat."""
         return packing.pack(sums, self.factors, self.device), {
             name: total.reshape(-1).to(self.device) for name, total in sums.items() if name not in self.factors
@@ -149,22 +149,13 @@ class Transport:
             return None
         totals = {name: total.contiguous() for name, total in sums.items()}
         dtypes = {dtype_of(t.dtype) for t in self.program.stage("factors")}
-        if not all(triangles.usable(torch.empty(0, dtype=d, device=self.device), *totals.values()) for d in dtypes):
+        if not all(triangles.can_pack(torch.empty(0, dtype=d, device=self.device), *totals.values()) for d in dtypes):
             return None
         fine = list[Tensor]()
 
         def fill(transfer: Transfer) -> Tensor:
-            layout, dtype = self.layout(transfer), dtype_of(transfer.dtype)
-            flat = torch.empty(transfer.elements(self.rank), dtype=dtype, device=self.device)
-            flat[layout.used :].zero_()
-            if isinstance(correction, Tensor):
-                inputs = constants.constant(tuple([is_input(key) for _, key in layout.names]), self.device, torch.bool)
-                scales = torch.where(inputs, 1.0, correction.to(self.device, torch.float32))
-            else:
-                each = tuple([1.0 if is_input(key) else float(correction) for _, key in layout.names])
-                scales = constants.constant(each, self.device, torch.float32)
-            sources = [totals.get(name) for name in layout.names]
-            fine.append(layout.table(self.device).pack(sources, scales, flat))
+            flat = torch.empty(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
+            fine.append(packing.pack_at_once(self.layout(transfer), totals, correction, flat))
             return flat
 
         launched = self._launch_rest(fill)

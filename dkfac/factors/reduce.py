@@ -14,99 +14,19 @@ from torch import Tensor
 
 from dkfac.capture.statistics import BatchStatistics
 from dkfac.comm import packing
-from dkfac.comm.buffers import dtype_of, vector
+from dkfac.comm.buffers import dtype_of
 from dkfac.comm.collectives import Pending
-from dkfac.comm.packing import Group, Layout, Name, Named, alike, joined
+from dkfac.comm.packing import Layout, Name, Named, PackedFactors, alike
 from dkfac.comm.transport import Transport
 from dkfac.factors import batch_factors
-from dkfac.layers.layer import Layer
+from dkfac.factors.batch_factors import Batch, finish_alone, over_terms
+from dkfac.factors.sent_rows import local_rows
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops import constants, triangles
 from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.ops.torch_private import foreach_mul
-from dkfac.plan.plan import Placement, Plan
 from dkfac.plan.program import HEADER_FIXED, Transfer
-from dkfac.plan.spec import LayerSpec, is_input
-
-Factors = dict[str, dict[str, Tensor]]
-"""Batch factors, and moments, by layer and key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Batch factors of one shape, concatenated along their blocks."""
-
-    names: list[Name]
-    values: Tensor
-
-    def factors(self) -> list[Tensor]:
-        return list(self.values.chunk(len(self.names)))
-
-
-def factors_of(batches: list[Batch]) -> Factors:
-    """Return batch factors by layer and key."""
-    found: Factors = {}
-    for batch in batches:
-        for (name, key), factor in zip(batch.names, batch.factors(), strict=True):
-            found.setdefault(name, {})[key] = factor
-    return found
-
-
-def scale_alone(measured: BatchStatistics, mean_terms: Tensor | float | None = None) -> Tensor | float:
-    """Return the multiplier of this rank's sums of products of gradients."""
-    if not measured.layers:
-        return 1.0
-    scale = measured.grad_correction / measured.terms
-    if measured.by_terms:
-        terms = measured.terms if mean_terms is None else mean_terms
-        scale = scale * terms * terms
-    return scale
-
-
-def finish_alone(
-    measured: BatchStatistics, names: Iterable[str], mean_terms: Tensor | float
-) -> tuple[list[Batch], dict[str, Tensor]]:
-    """Return batch factors and moments of layers that only this rank measures. ``mean_terms``: mean over the ranks."""
-    scale = scale_alone(measured, mean_terms)
-    found = {name: measured.layers[name] for name in names}
-    totals = {(name, key): total for name, sums in found.items() for key, total in sums.factors.items()}
-    batches = []
-    for same in alike(totals, lambda n: (is_input(n[1]), totals[n].shape, totals[n].dtype, totals[n].device)):
-        values = joined([totals[name] for name in same])
-        if is_input(same[0][1]):
-            rows = vector([found[name].rows for name, _ in same], values.device).to(values.dtype)
-            values = (values.view(len(same), -1) / rows[:, None]).view(values.shape)
-        else:
-            values = batch_factors.batch_factor(same[0][1], values, 1.0, scale)
-        batches.append(Batch(same, values))
-    moments = {name: sums.moments for name, sums in found.items() if sums.moments is not None}
-    return batches, {name: batch_factors.batch_factor("moments", m, 1.0, scale) for name, m in moments.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a step shows of each factor: the batch factors held here, their noise, and the rows of all layers."""
-
-    factors: Factors
-    noise: dict[tuple[str, str], Tensor]
-    """Expected squared distance of a batch factor from that of an infinite batch; NaN where the factor was not finite
-    after its transfer."""
-    rows: dict[str, float]
-
-
-def observe_alone(measured: BatchStatistics, layers: dict[str, Layer]) -> Observation:
-    """Return the observation from this rank's own sums."""
-    scale = scale_alone(measured)
-    factors = factors_of(finish_alone(measured, measured.layers, measured.terms)[0])
-    noise = {
-        (name, key): batch_factors.batch_factor(key, spread, sums.rows, scale).double().square().sum()
-        for name, sums in measured.layers.items()
-        for key, spread in sums.spreads.items()
-    }
-    rows = dict.fromkeys(layers, 0.0)
-    for name, sums in measured.layers.items():
-        rows[name] = float(measured.terms if layers[name].is_norm else sums.rows)
-    return Observation(factors, noise, rows)
+from dkfac.plan.spec import is_input
 
 
 def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:
@@ -132,48 +52,6 @@ def _over_terms(sums: Named, correction: Tensor | float) -> Named:
         by = correction.to(like.device, like.dtype) if isinstance(correction, Tensor) else correction
         found.update(zip([name for name, _ in given], foreach_mul([t for _, t in given], by), strict=True))
     return found
-
-
-FEW_ELEMENTS = 1024
-"""If a factor's rows have at most this many elements, starting a transfer takes longer than sending them."""
-
-
-def worth_as_rows(layer: LayerSpec, placement: Placement, number: int) -> list[tuple[str, str, int]]:
-    """Return a layer's factors that have a single holder and fewer elements as rows, or so few that saving a transfer
-    is worth more."""
-    if len(placement.statistics) < 2 or number < 1:
-        return []
-    return [
-        (layer.name, factor.key, number)
-        for factor, held in zip(layer.factors, placement.factors, strict=True)
-        if len(held) == 1
-        and factor.form == "dense"
-        and factor.num_blocks == 1
-        and (2 * number < factor.dim or number * factor.dim <= FEW_ELEMENTS)
-    ]
-
-
-def local_rows(measured: BatchStatistics, plan: Plan) -> Named:
-    """Return this rank's rows, scaled like the sums; NaN where they exceed the capacity in the plan."""
-    rows: Named = {}
-    for name, key, room in plan.rows:
-        sums = measured.layers.get(name)
-        pieces = None if sums is None else sums.pieces.get(key)
-        if not pieces:
-            continue
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        root = measured.grad_correction**0.5
-        rows[name, key] = over_terms(key, joined, root)[:room]
-        if len(joined) > room:  # tells the owner that it cannot use them
-            rows[name, key] = torch.full_like(rows[name, key], torch.nan)
-    return rows
-
-
-def over_terms(key: str, total: Tensor, correction: Tensor | float) -> Tensor:
-    """Return a sum of products of gradients as a sum over terms of the loss; a sum over inputs unchanged."""
-    if is_input(key) or (isinstance(correction, float) and correction == 1.0):
-        return total
-    return total * (correction.to(total.device, total.dtype) if isinstance(correction, Tensor) else correction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +201,7 @@ def _divided(
 
 def _may_stay_packed(ranks: RankPlan, layout: Layout, buffer: Tensor) -> bool:
     """Whether kernels absorb a buffer without unpacking it: it has factors alone, and nobody asks for batch factors."""
-    if ranks.plan.adaptive or not layout.only_factors or not triangles.usable(buffer):
+    if ranks.plan.adaptive or not layout.only_factors or not triangles.can_pack(buffer):
         return False
     return all(ranks.by_name[name].spec.dtype == "float32" for name, _ in layout.held)
 
@@ -360,20 +238,6 @@ def _all_finite(told: list[Tensor], device: torch.device) -> Tensor:
     return torch.isfinite(torch.cat(told).to(device, torch.float64)).all()
 
 
-def observe(reduced: ReducedStatistics, ranks: RankPlan, world_size: int, *, by_terms: bool) -> Observation:
-    """Return the observation from the sums of all ranks. Synchronizes with the device."""
-    counts, noise = reduced.counts, dict[tuple[str, str], Tensor]()
-    factors, scale = factors_of(reduced.batches), counts.scale(world_size, by_terms=by_terms)
-    for i, (name, key) in enumerate(_names(ranks)):
-        by = counts.scale_of(key, ranks.index[name], scale)
-        noise[name, key] = counts.spreads[i] * by**2
-        if name in factors:
-            noise[name, key] = noise[name, key].where(reduced.absorb[ranks.index[name]].to(by.device), torch.nan)
-    told, calls, terms = counts.rows.tolist(), counts.calls.tolist(), float(counts.terms)
-    rows = {la.name: terms * (calls[i] > 0) if la.is_norm else told[i] for i, la in enumerate(ranks.layers)}
-    return Observation(factors, noise, rows)
-
-
 def _header(
     ranks: RankPlan, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> list[Tensor | float]:
@@ -386,11 +250,11 @@ def _header(
     values += [here if s is None else float(s.calls) for here, s in zip(called, found, strict=True)]
     values += [0.0 if s is None else float(s.called_again) for s in found]
     if ranks.plan.adaptive:
-        values += [_spread_square(measured, name, key) for name, key in _names(ranks)]
+        values += [_spread_square(measured, name, key) for name, key in names_of(ranks)]
     return values
 
 
-def _traces(ranks: RankPlan, groups: list[Group], others: Named) -> list[Tensor | float]:
+def _traces(ranks: RankPlan, groups: list[PackedFactors], others: Named) -> list[Tensor | float]:
     """Return the traces of this rank's sums, from which float16's divisors follow."""
     traces: Named = {name: value.sum() for name, value in others.items()}
     for group in groups:
@@ -399,11 +263,18 @@ def _traces(ranks: RankPlan, groups: list[Group], others: Named) -> list[Tensor 
 
 
 def _scaled_names(ranks: RankPlan) -> list[tuple[str, str]]:
-    return _names(ranks) + ([(layer.name, "moments") for layer in ranks.layers] if ranks.plan.moments else [])
+    return names_of(ranks) + ([(layer.name, "moments") for layer in ranks.layers] if ranks.plan.moments else [])
 
 
-def _names(ranks: RankPlan) -> list[tuple[str, str]]:
+def names_of(ranks: RankPlan) -> list[Name]:
+    """Return all factors, in order."""
     return [(layer.name, factor.key) for layer in ranks.layers for factor in layer.spec.factors]
+
+
+def _power_of_two(traces: Tensor) -> Tensor:
+    """Return the divisors that bring sums of these traces to about 16; 1 where one is zero or not finite."""
+    exponent = torch.floor(torch.log2(traces)) - 4
+    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)
 
 
 def _spread_square(measured: BatchStatistics, name: str, key: str) -> Tensor | float:
@@ -411,9 +282,3 @@ def _spread_square(measured: BatchStatistics, name: str, key: str) -> Tensor | f
     sums = measured.layers.get(name)
     spread = None if sums is None else sums.spreads.get(key)
     return 0.0 if spread is None else over_terms(key, spread, measured.grad_correction).double().square().sum()
-
-
-def _power_of_two(traces: Tensor) -> Tensor:
-    """Return the divisors that bring sums of these traces to about 16; 1 where one is zero or not finite."""
-    exponent = torch.floor(torch.log2(traces)) - 4
-    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)

@@ -1,8 +1,8 @@
 """Pack many symmetric matrices into a flat buffer in one launch, and add a buffer to as many matrices in another.
 
 Input: matrices at any addresses, and a flat buffer of their triangles. Output: the buffer, or the matrices, changed in
-place. Owns: tables of places. The layout is that of ``pack.py``, which is the reference. Triton only: check ``usable``
-first. The buffer may have another dtype; the matrices are float32.
+place. Owns: tables of places. The layout is that of ``pack.py``, which is the reference. The buffer may have another
+dtype; the matrices are float32. Triton only: check ``can_pack`` first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
 SIDE = 32
-BLOCK = SIDE * SIDE
-FIELDS = 4
+CHUNK = SIDE * SIDE
+ITEM_FIELDS = 4
 
 
 class Entry(NamedTuple):
@@ -41,10 +41,10 @@ class Entry(NamedTuple):
     @property
     def tiles(self) -> int:
         """Number of tiles of the factor itself."""
-        return self.blocks * (-(-self.dim // SIDE)) ** 2 if self.is_dense else -(-self.packed // BLOCK)
+        return self.blocks * (-(-self.dim // SIDE)) ** 2 if self.is_dense else -(-self.packed // CHUNK)
 
 
-def usable(flat: Tensor, *matrices: Tensor) -> bool:
+def can_pack(flat: Tensor, *matrices: Tensor) -> bool:
     """Return whether the kernels support a buffer and matrices."""
     wire = (torch.float32, torch.bfloat16, torch.float16)
     return kernels.usable(wire, flat) and all(m.dtype is torch.float32 and m.device == flat.device for m in matrices)
@@ -58,7 +58,7 @@ class Triangles:
         rows = [(e.begin, e.dim if e.is_dense else 0, e.packed, e.flag) for e in entries]
         self.number, self._device = len(entries), device
         self._items = self._upload([n for row in rows for n in row])
-        self._chunks = self._pieces([-(-entry.packed // BLOCK) for entry in entries])
+        self._chunks = self._pieces([-(-entry.packed // CHUNK) for entry in entries])
         self._tiles = self._pieces([entry.tiles for entry in entries])
 
     def _upload(self, numbers: Sequence[int]) -> Tensor:
@@ -78,7 +78,7 @@ class Triangles:
         fine = torch.ones((), dtype=torch.int32, device=flat.device)
         pointers = self.addresses(sources)
         given = (flat, pointers, self._items, self._chunks, scales, fine)
-        kernels.launch_kernel(_pack_kernel, len(self._chunks), *given, FIELDS=FIELDS, BLOCK=BLOCK)
+        kernels.launch_kernel(_pack_kernel, len(self._chunks), *given, ITEM_FIELDS=ITEM_FIELDS, CHUNK=CHUNK)
         return fine > 0
 
     def addresses(self, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -89,13 +89,13 @@ class Triangles:
         """Return ``number`` flags, which are False where a factor in the buffer with this flag is not finite."""
         flags = torch.ones(number, dtype=torch.int32, device=flat.device)
         given = (flat, self._items, self._chunks, flags)
-        kernels.launch_kernel(_finite_kernel, len(self._chunks), *given, FIELDS=FIELDS, BLOCK=BLOCK)
+        kernels.launch_kernel(_finite_kernel, len(self._chunks), *given, ITEM_FIELDS=ITEM_FIELDS, CHUNK=CHUNK)
         return flags > 0
 
     def absorb(self, flat: Tensor, addresses: Tensor, factor: Tensor, here: Tensor, decay: float) -> None:
         """Set each value ``v`` at its address to ``decay v + factor[i] t`` where ``here[i]``; t is in the buffer."""
         given = (flat, addresses, self._items, self._tiles, factor, here, decay)
-        kernels.launch_kernel(_absorb_kernel, len(self._tiles), *given, FIELDS=FIELDS, SIDE=SIDE)
+        kernels.launch_kernel(_absorb_kernel, len(self._tiles), *given, ITEM_FIELDS=ITEM_FIELDS, SIDE=SIDE)
 
 
 # Kernels. Offsets within a factor are 32-bit, addresses and places in the buffer 64-bit. A matrix of dimension ``dim``
@@ -103,14 +103,14 @@ class Triangles:
 
 
 def _pack_kernel(  # type: ignore[no-untyped-def]
-    flat, pointers, items, pieces, scales, fine, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+    flat, pointers, items, pieces, scales, fine, ITEM_FIELDS: tl.constexpr, CHUNK: tl.constexpr
 ):
     item = tl.load(pieces + 2 * tl.program_id(0))
     chunk = tl.load(pieces + 2 * tl.program_id(0) + 1)
-    items += item * FIELDS
+    items += item * ITEM_FIELDS
     begin = tl.load(items)
     dim = tl.load(items + 1).to(tl.int32)
-    place = chunk * BLOCK + tl.arange(0, BLOCK)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < tl.load(items + 2).to(tl.int32)
     there = place
     if dim > 0:
@@ -137,10 +137,10 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
 
 
 def _finite_kernel(  # type: ignore[no-untyped-def]
-    flat, items, pieces, flags, FIELDS: tl.constexpr, BLOCK: tl.constexpr
+    flat, items, pieces, flags, ITEM_FIELDS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    items += tl.load(pieces + 2 * tl.program_id(0)) * FIELDS
-    place = tl.load(pieces + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    items += tl.load(pieces + 2 * tl.program_id(0)) * ITEM_FIELDS
+    place = tl.load(pieces + 2 * tl.program_id(0) + 1) * CHUNK + tl.arange(0, CHUNK)
     inside = place < tl.load(items + 2).to(tl.int32)
     found = tl.load(flat + tl.load(items) + place, mask=inside, other=0.0).to(tl.float32)
     bad = tl.where(tl.abs(found) <= 3.4028234663852886e38, 0.0, 1.0)
@@ -148,12 +148,12 @@ def _finite_kernel(  # type: ignore[no-untyped-def]
 
 
 def _absorb_kernel(  # type: ignore[no-untyped-def]
-    flat, pointers, items, pieces, factor, here, decay, FIELDS: tl.constexpr, SIDE: tl.constexpr
+    flat, pointers, items, pieces, factor, here, decay, ITEM_FIELDS: tl.constexpr, SIDE: tl.constexpr
 ):
     item = tl.load(pieces + 2 * tl.program_id(0))
     if tl.load(here + item):
         tile = tl.load(pieces + 2 * tl.program_id(0) + 1)
-        items += item * FIELDS
+        items += item * ITEM_FIELDS
         dim = tl.load(items + 1).to(tl.int32)
         value = tl.load(pointers + item).to(tl.pointer_type(tl.float32))
         within = tl.arange(0, SIDE * SIDE)

@@ -30,7 +30,7 @@ CASES = [
 @pytest.mark.parametrize(("strategy", "options"), CASES, ids=str)
 def test_kernels_absorb_what_plain_torch_does_interpreted(strategy, options, monkeypatch):
     options = {"curvature": "kfac", "steps": 6, "dtype": torch.float32, "strategy": strategy} | options
-    real, seen = triangles.usable, []
+    real, seen = triangles.can_pack, []
 
     def run():
         return on_threads(2, lambda rank: train(rank, 2, **options))
@@ -45,10 +45,10 @@ def test_kernels_absorb_what_plain_torch_does_interpreted(strategy, options, mon
 
     launch = kernels.launch_kernel
     monkeypatch.setattr(kernels, "launch_kernel", one_at_a_time)
-    monkeypatch.setattr(triangles, "usable", usable)
+    monkeypatch.setattr(triangles, "can_pack", usable)
     found = run()
     assert any(seen) or strategy == "local"
-    monkeypatch.setattr(triangles, "usable", lambda *_: False)
+    monkeypatch.setattr(triangles, "can_pack", lambda *_: False)
     rounding = 2e-2 if "wire_dtype" in options else 2e-4  # the interpreter truncates bfloat16
     for ours, theirs in zip(found, run(), strict=True):
         for one, other in zip(ours, theirs, strict=True):

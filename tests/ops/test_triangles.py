@@ -113,7 +113,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dkfac.ops import kernels, triangles
 
-CONSTANTS = {"FIELDS": triangles.FIELDS, "BLOCK": triangles.BLOCK, "SIDE": triangles.SIDE}
+CONSTANTS = {"ITEM_FIELDS": triangles.ITEM_FIELDS, "CHUNK": triangles.CHUNK, "SIDE": triangles.SIDE}
 KINDS = {"pointers": "*i64", "items": "*i64", "pieces": "*i32", "fine": "*i32", "flags": "*i32", "here": "*i1"}
 for wire in ("*fp32", "*bf16"):
     for kernel in map(kernels.compiled, (triangles._pack_kernel, triangles._finite_kernel, triangles._absorb_kernel)):
