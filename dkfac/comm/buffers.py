@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dkfac.ops import constants
 from dkfac.ops.pack import unpack_triangle
 from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
@@ -31,15 +32,17 @@ def unpack_factor(flat: Tensor, factor: FactorSpec) -> Tensor:
 
 def vector(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return numbers, some of them already on the device, as one float64 tensor, without synchronizing with it."""
-    tensors: Any = [v for v in values if isinstance(v, Tensor)]
     host = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64)
     flat = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-    if not tensors:
-        return flat
-    pieces = [
-        v.to(device, torch.float64).reshape(()) if isinstance(v, Tensor) else flat[i] for i, v in enumerate(values)
-    ]
-    return torch.stack(pieces)
+    kinds: dict[object, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            kinds.setdefault((value.dtype, value.device), []).append(i)
+    for places in kinds.values():
+        given = torch.stack([v.reshape(()) if v.ndim else v for v in [values[i] for i in places]])  # type: ignore
+        where = constants.constant(tuple(places), device, torch.int64)
+        flat.index_copy_(0, where, given.to(device, torch.float64))
+    return flat
 
 
 def places_of(parts: Iterable[Part], flat: Tensor) -> Iterable[tuple[Part, Tensor]]:

@@ -7,24 +7,23 @@ buffers in flight. A single rank is a transport with an empty program.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dkfac.comm import agree, collectives
-from dkfac.comm.buffers import dtype_of, on_cpu, places_of, unpack_factor, vector
+from dkfac.comm import agree, collectives, packing
+from dkfac.comm.buffers import dtype_of, on_cpu, places_of, vector
 from dkfac.comm.collectives import Pending
 from dkfac.comm.groups import Groups
+from dkfac.comm.packing import Layout, Named, PackedFactors, to_buffer
+from dkfac.ops import triangles
 from dkfac.ops.factors import gram
-from dkfac.ops.pack import pack_triangle
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import How, Part, Stage, Transfer, expand
-from dkfac.plan.spec import LayerSpec
-
-Named = dict[tuple[str, str], Tensor]
-"""Tensors by layer and key."""
+from dkfac.plan.spec import FactorSpec, LayerSpec
 
 
 class Transport:
@@ -41,8 +40,16 @@ class Transport:
 
     def _read(self, plan: Plan) -> None:
         self.plan, self.program = plan, expand(plan)
-        self._factors = {(la.name, factor.key): factor for la in plan.layers for factor in la.factors}
+        self.factors: dict[tuple[str, str], FactorSpec]
+        """By layer and key."""
+        self.factors = {(la.name, factor.key): factor for la in plan.layers for factor in la.factors}
+        holdings = {layer.name: plan.holding(layer.name, self.rank) for layer in plan.layers}
+        self.held = {(name, key) for name, held in holdings.items() for key in held.running}
+        """Factors, and moments, that this rank holds."""
+        self.held |= {(name, "moments") for name, held in holdings.items() if held.moments}
         self._dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
+        self._layouts: dict[tuple[int, bool], tuple[Transfer, Layout]] = {}
+        """By transfer, which is kept so that no other one gets its id."""
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
 
     def open(self) -> Transport:
@@ -63,7 +70,7 @@ class Transport:
         """Return a copy with the same process groups that, in a stage, transfers only ``kept``, as (layer, key)."""
         found = copy.copy(self)
         found.program = self.program.only(stage, kept)
-        found._launched = []
+        found._launched, found._layouts = [], {}
         return found
 
     # --- small vectors -------------------------------------------------------------------------------------
@@ -87,21 +94,29 @@ class Transport:
 
     # --- factors -------------------------------------------------------------------------------------------
 
-    def launch_factors(self, bucket: int, sums: Named, scales: Named) -> list[tuple[Transfer, Pending]]:
-        """Launch the reductions of a bucket; a missing sum counts as zero.
+    def pack(self, sums: Named) -> tuple[list[PackedFactors], Named]:
+        """Return sums as they are sent: factors of one shape packed together, and the rest (moments) flat."""
+        return packing.pack(sums, self.factors, self.device), {
+            name: total.reshape(-1).to(self.device) for name, total in sums.items() if name not in self.factors
+        }
 
-        ``scales``: divisors of the sums on the wire, where the dtype there has little range.
-        """
+    def layout(self, transfer: Transfer, *, own: bool = False) -> Layout:
+        """Return where the parts of a reduction are; ``own``: in the buffer that this rank receives of them."""
+        key = id(transfer), own
+        if key not in self._layouts:
+            parts = [p for p in transfer.parts if not own or p.owner in (-1, self.rank)]
+            held = self.held if own else {(p.layer, p.key) for p in parts}
+            layers = [layer.name for layer in self.plan.layers]
+            self._layouts[key] = transfer, Layout(parts, self.factors, layers, held)
+        return self._layouts[key][1]
+
+    def launch_factors(self, bucket: int, fill: Callable[[Transfer], Tensor]) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions of a bucket. ``fill``: returns the buffer of a transfer."""
         launched = []
         for transfer in self.program.stage("factors"):
             if transfer.bucket != bucket or transfer.how not in ("all-reduce", "reduce-scatter"):
                 continue
-            flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
-            for part, place in places_of(transfer.parts, flat):
-                total = sums.get((part.layer, part.key))
-                if total is not None:
-                    scale = scales.get((part.layer, part.key))
-                    self._pack(part, total if scale is None else total / scale, place)
+            flat = fill(transfer)
             if transfer.how == "all-reduce":
                 pending = collectives.all_reduce(flat, self.groups.everyone)
             else:
@@ -110,16 +125,48 @@ class Transport:
             launched.append((transfer, pending))
         return launched
 
-    def launch_rest(self, sums: Named, scales: Named) -> list[tuple[Transfer, Pending]]:
-        """Launch the reductions that have not been launched yet; return those of all buckets."""
+    def _launch_rest(self, fill: Callable[[Transfer], Tensor]) -> list[tuple[Transfer, Pending]]:
         for bucket in range(self.num_launched, self.num_buckets):
-            self._launched += self.launch_factors(bucket, sums, scales)
+            self._launched += self.launch_factors(bucket, fill)
         launched, self._launched, self.num_launched = self._launched, [], 0
         return launched
 
+    def launch_rest(self, given: Named) -> list[tuple[Transfer, Pending]]:
+        """Launch the reductions that have not been launched yet; return those of all buckets. ``given``: packed sums; a
+        missing one counts as zero."""
+        return self._launch_rest(functools.partial(self._buffer, given))
+
+    def _buffer(self, given: Named, transfer: Transfer) -> Tensor:
+        elements, dtype = transfer.elements(self.rank), dtype_of(transfer.dtype)
+        return to_buffer(self.layout(transfer), given, elements, dtype, self.device)
+
+    def launch_sums(
+        self, sums: Named, correction: Tensor | float
+    ) -> tuple[list[tuple[Transfer, Pending]], Tensor] | None:
+        """Pack sums in one launch for each transfer, those over gradients times ``correction``, and launch all
+        reductions. Also returns whether the sums are finite. None if the kernels cannot do it."""
+        if self.num_launched or self.program.header_first or not sums:
+            return None
+        totals = {name: total.contiguous() for name, total in sums.items()}
+        dtypes = {dtype_of(t.dtype) for t in self.program.stage("factors")}
+        if not all(triangles.can_pack(torch.empty(0, dtype=d, device=self.device), *totals.values()) for d in dtypes):
+            return None
+        fine = list[Tensor]()
+
+        def fill(transfer: Transfer) -> Tensor:
+            flat = torch.empty(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
+            fine.append(packing.pack_at_once(self.layout(transfer), totals, correction, flat))
+            return flat
+
+        launched = self._launch_rest(fill)
+        return launched, torch.stack(fine).all()
+
     def launch_early(self, sums: Named) -> None:
         """Launch the next bucket during forward or backward."""
-        self._launched += self.launch_factors(self.num_launched, sums, {})
+        groups, rest = self.pack(sums)
+        for group in groups:
+            rest |= group.parts()
+        self._launched += self.launch_factors(self.num_launched, functools.partial(self._buffer, rest))
         self.num_launched += 1
 
     def drop_launched(self) -> None:
@@ -127,7 +174,7 @@ class Transport:
 
         Ranks may have launched different numbers of them.
         """
-        for _, pending in self.launch_rest({}, {}):
+        for _, pending in self.launch_rest({}):
             pending.wait()
 
     def launch_rows(self, rows: Named) -> list[tuple[Transfer, Pending]]:
@@ -154,7 +201,7 @@ class Transport:
             received = pending.wait().view(self.world_size, -1)
             position = 0
             for part in mine:
-                dim = self._factors[part.layer, part.key].dim
+                dim = self.factors[part.layer, part.key].dim
                 rows = received[:, position : position + part.elements].reshape(-1, 1, 1, dim)
                 position += part.elements
                 dtype = self._dtypes[part.layer]
@@ -162,8 +209,9 @@ class Transport:
                 result[part.layer, part.key] = gram(rows, ones=False, dtype=dtype)
         return result
 
-    def finish_factors(self, launched: list[tuple[Transfer, Pending]], scales: Named) -> Named:
-        """Wait for reductions, forward chunks to those who hold them, and return the sums that this rank holds."""
+    def finish_factors(self, launched: list[tuple[Transfer, Pending]]) -> list[tuple[Layout, Tensor]]:
+        """Wait for reductions, forward chunks to those who hold them, and return buffers with the sums that this rank
+        holds."""
         reduced: list[tuple[Transfer, Tensor]] = []
         moving: list[tuple[Transfer, Pending]] = []
         onwards = {(t.bucket, t.dtype, t.how): t for t in self.program.stage("factors")}
@@ -180,28 +228,7 @@ class Transport:
             send, receive = onward.splits(self.rank)
             moving.append((onward, collectives.exchange(chunk[: sum(send)], send, receive, self.groups.everyone)))
         reduced += [(transfer, pending.wait()) for transfer, pending in moving]
-        result: Named = {}
-        for transfer, flat in reduced:
-            parts = [p for p in transfer.parts if p.owner in (-1, self.rank)]
-            for part, place in places_of(parts, flat):
-                value = self._unpack(part, place.to(self._dtypes[part.layer]))
-                scale = scales.get((part.layer, part.key))
-                result[part.layer, part.key] = value if scale is None else value * scale
-        return result
-
-    def _pack(self, part: Part, total: Tensor, place: Tensor) -> None:
-        factor = self._factors.get((part.layer, part.key))
-        if factor is not None and factor.form == "dense":
-            pack_triangle(total, place.view(factor.num_blocks, -1))
-        else:
-            place.copy_(total.reshape(-1))
-
-    def _unpack(self, part: Part, flat: Tensor) -> Tensor:
-        factor = self._factors.get((part.layer, part.key))
-        if factor is None:  # moments, [B, O, I]
-            layer = next(la for la in self.plan.layers if la.name == part.layer)
-            return flat.view(layer.grad_shape)
-        return unpack_factor(flat, factor)
+        return [(self.layout(transfer, own=True), flat) for transfer, flat in reduced]
 
     # --- shares --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from dkfac.capture.outer_products import input_sum
 from dkfac.comm import groups
 from dkfac.comm.errors import ErrorChannel
 from dkfac.comm.transport import Transport
-from dkfac.factors.reduce import over_terms
+from dkfac.factors.batch_factors import over_terms
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import rows_of
 from dkfac.ops.torch_private import current_graph_task_id

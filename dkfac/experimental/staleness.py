@@ -20,7 +20,7 @@ from dkfac.decompose import layer_factors
 from dkfac.decompose.refresh_sync import Found
 from dkfac.experimental.factor_change import Seen, Statistic, change, next_interval, off_diagonal
 from dkfac.factors.layer_state import LayerState
-from dkfac.factors.reduce import Observation
+from dkfac.factors.observation import Observation
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops.decompose import Eigen

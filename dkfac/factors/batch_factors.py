@@ -5,21 +5,40 @@ Input: sums and counts. Output: batch factors; running factors, updated in a lay
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from torch import Tensor
 
+from dkfac.capture.statistics import BatchStatistics
+from dkfac.comm.buffers import vector
+from dkfac.comm.packing import Name, alike, concatenated
 from dkfac.factors.layer_state import Average, LayerState
 from dkfac.layers.layer import Layer
-from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.plan.spec import is_input
 
+Factors = dict[str, dict[str, Tensor]]
+"""Batch factors by layer and key."""
 
-def all_finite(named: dict[tuple[str, str], Tensor], device: torch.device) -> Tensor:
-    """Return whether all factors and moments are finite, as a flag on the device: a bad entry shows in the trace."""
-    traces = [(t if key == "moments" else mean_eigenvalue(t)).sum().to(device) for (_, key), t in named.items()]
-    if not traces:
-        return torch.ones((), dtype=torch.bool, device=device)
-    return torch.isfinite(torch.stack([t.to(torch.float64) for t in traces])).all()
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Batch factors of one shape, concatenated along their blocks."""
+
+    names: list[Name]
+    values: Tensor
+
+    def factors(self) -> list[Tensor]:
+        return list(self.values.chunk(len(self.names)))
+
+
+def by_layer_and_key(batches: list[Batch]) -> Factors:
+    """Return batch factors by layer and key."""
+    found: Factors = {}
+    for batch in batches:
+        for (name, key), factor in zip(batch.names, batch.factors(), strict=True):
+            found.setdefault(name, {})[key] = factor
+    return found
 
 
 def batch_factor(key: str, total: Tensor, rows: Tensor | float, scale: Tensor | float) -> Tensor:
@@ -29,6 +48,44 @@ def batch_factor(key: str, total: Tensor, rows: Tensor | float, scale: Tensor | 
 
 def _near(value: Tensor | float, like: Tensor) -> Tensor | float:
     return value.to(like.device, like.dtype) if isinstance(value, Tensor) else value
+
+
+def scale_alone(measured: BatchStatistics, mean_terms: Tensor | float | None = None) -> Tensor | float:
+    """Return the multiplier of this rank's sums of products of gradients."""
+    if not measured.layers:
+        return 1.0
+    scale = measured.grad_correction / measured.terms
+    if measured.by_terms:
+        terms = measured.terms if mean_terms is None else mean_terms
+        scale = scale * terms * terms
+    return scale
+
+
+def finish_alone(
+    measured: BatchStatistics, names: Iterable[str], mean_terms: Tensor | float
+) -> tuple[list[Batch], dict[str, Tensor]]:
+    """Return batch factors and moments of layers that only this rank measures. ``mean_terms``: mean over the ranks."""
+    scale = scale_alone(measured, mean_terms)
+    found = {name: measured.layers[name] for name in names}
+    totals = {(name, key): total for name, sums in found.items() for key, total in sums.factors.items()}
+    batches = []
+    for same in alike(totals, lambda n: (is_input(n[1]), totals[n].shape, totals[n].dtype, totals[n].device)):
+        values = concatenated([totals[name] for name in same])
+        if is_input(same[0][1]):
+            rows = vector([found[name].rows for name, _ in same], values.device).to(values.dtype)
+            values = (values.view(len(same), -1) / rows[:, None]).view(values.shape)
+        else:
+            values = batch_factor(same[0][1], values, 1.0, scale)
+        batches.append(Batch(same, values))
+    moments = {name: sums.moments for name, sums in found.items() if sums.moments is not None}
+    return batches, {name: batch_factor("moments", m, 1.0, scale) for name, m in moments.items()}
+
+
+def over_terms(key: str, total: Tensor, correction: Tensor | float) -> Tensor:
+    """Return a sum of products of gradients as a sum over terms of the loss; a sum over inputs unchanged."""
+    if is_input(key) or (isinstance(correction, float) and correction == 1.0):
+        return total
+    return total * (correction.to(total.device, total.dtype) if isinstance(correction, Tensor) else correction)
 
 
 def average(

@@ -6,139 +6,69 @@ and the counts of all ranks. Owns: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dkfac.capture.statistics import BatchStatistics
-from dkfac.comm.transport import Named, Transport
+from dkfac.comm import packing
+from dkfac.comm.buffers import dtype_of
+from dkfac.comm.collectives import Pending
+from dkfac.comm.packing import Layout, Name, Named, PackedFactors, alike
+from dkfac.comm.transport import Transport
 from dkfac.factors import batch_factors
-from dkfac.layers.layer import Layer
+from dkfac.factors.batch_factors import Batch, finish_alone, over_terms
+from dkfac.factors.sent_rows import local_rows
 from dkfac.layers.rank_plan import RankPlan
+from dkfac.ops import constants, triangles
 from dkfac.ops.decompose import mean_eigenvalue
-from dkfac.plan.plan import Placement, Plan
-from dkfac.plan.program import HEADER_FIXED, Part
-from dkfac.plan.spec import LayerSpec, is_input
-
-Factors = dict[str, dict[str, Tensor]]
-"""Batch factors, and moments, by layer and key."""
-
-
-def scale_alone(measured: BatchStatistics, mean_terms: Tensor | float | None = None) -> Tensor | float:
-    """Return the multiplier of this rank's sums of products of gradients."""
-    if not measured.layers:
-        return 1.0
-    scale = measured.grad_correction / measured.terms
-    if measured.by_terms:
-        terms = measured.terms if mean_terms is None else mean_terms
-        scale = scale * terms * terms
-    return scale
-
-
-def finish_alone(measured: BatchStatistics, names: Iterable[str], mean_terms: Tensor | float) -> Factors:
-    """Return batch factors of layers that only this rank measures. ``mean_terms``: mean over the ranks."""
-    scale = scale_alone(measured, mean_terms)
-    batch: Factors = {}
-    for name in names:
-        sums = measured.layers[name]
-        totals = sums.factors | ({} if sums.moments is None else {"moments": sums.moments})
-        batch[name] = {key: batch_factors.batch_factor(key, s, sums.rows, scale) for key, s in totals.items()}
-    return batch
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a step shows of each factor: the batch factors held here, their noise, and the rows of all layers."""
-
-    factors: Factors
-    noise: dict[tuple[str, str], Tensor]
-    """Expected squared distance of a batch factor from that of an infinite batch; NaN where the factor was not finite
-    after its transfer."""
-    rows: dict[str, float]
-
-
-def observe_alone(measured: BatchStatistics, layers: dict[str, Layer]) -> Observation:
-    """Return the observation from this rank's own sums."""
-    scale = scale_alone(measured)
-    factors = finish_alone(measured, measured.layers, measured.terms)
-    noise = {
-        (name, key): batch_factors.batch_factor(key, spread, sums.rows, scale).double().square().sum()
-        for name, sums in measured.layers.items()
-        for key, spread in sums.spreads.items()
-    }
-    rows = dict.fromkeys(layers, 0.0)
-    for name, sums in measured.layers.items():
-        rows[name] = float(measured.terms if layers[name].is_norm else sums.rows)
-    return Observation(factors, noise, rows)
+from dkfac.ops.torch_private import foreach_mul
+from dkfac.plan.program import HEADER_FIXED, Transfer
+from dkfac.plan.spec import is_input
 
 
 def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:
-    """Return this rank's sums over terms, of the layers that several ranks measure."""
+    """Return this rank's sums, of the layers that several ranks measure."""
     sums: Named = {}
     for name, layer_sums in measured.layers.items():
         if ranks.measures_alone(name):
             continue
         for key, total in layer_sums.factors.items():
-            sums[name, key] = over_terms(key, total, measured.grad_correction)
+            sums[name, key] = total
         if layer_sums.moments is not None:
-            sums[name, "moments"] = over_terms("moments", layer_sums.moments, measured.grad_correction)
+            sums[name, "moments"] = layer_sums.moments
     return sums
 
 
-FEW_ELEMENTS = 1024
-"""If a factor's rows have at most this many elements, starting a transfer takes longer than sending them."""
-
-
-def worth_as_rows(layer: LayerSpec, placement: Placement, number: int) -> list[tuple[str, str, int]]:
-    """Return a layer's factors that have a single holder and fewer elements as rows, or so few that saving a transfer
-    is worth more."""
-    if len(placement.statistics) < 2 or number < 1:
-        return []
-    return [
-        (layer.name, factor.key, number)
-        for factor, held in zip(layer.factors, placement.factors, strict=True)
-        if len(held) == 1
-        and factor.form == "dense"
-        and factor.num_blocks == 1
-        and (2 * number < factor.dim or number * factor.dim <= FEW_ELEMENTS)
-    ]
-
-
-def local_rows(measured: BatchStatistics, plan: Plan) -> Named:
-    """Return this rank's rows, scaled like the sums; NaN where they exceed the capacity in the plan."""
-    rows: Named = {}
-    for name, key, room in plan.rows:
-        sums = measured.layers.get(name)
-        pieces = None if sums is None else sums.pieces.get(key)
-        if not pieces:
-            continue
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        root = measured.grad_correction**0.5
-        rows[name, key] = over_terms(key, joined, root)[:room]
-        if len(joined) > room:  # tells the owner that it cannot use them
-            rows[name, key] = torch.full_like(rows[name, key], torch.nan)
-    return rows
-
-
-def over_terms(key: str, total: Tensor, correction: Tensor | float) -> Tensor:
-    """Return a sum of products of gradients as a sum over terms of the loss; a sum over inputs unchanged."""
-    if is_input(key) or (isinstance(correction, float) and correction == 1.0):
-        return total
-    return total * (correction.to(total.device, total.dtype) if isinstance(correction, Tensor) else correction)
+def _over_terms(sums: Named, correction: Tensor | float) -> Named:
+    """Return sums of products of gradients as sums over terms of the loss; sums over inputs unchanged."""
+    if isinstance(correction, float) and correction == 1.0:
+        return sums
+    gradients, found = [item for item in sums.items() if not is_input(item[0][1])], dict(sums)
+    for given in alike(gradients, lambda item: (item[1].dtype, item[1].device)):
+        like = given[0][1]
+        by = correction.to(like.device, like.dtype) if isinstance(correction, Tensor) else correction
+        found.update(zip([name for name, _ in given], foreach_mul([t for _, t in given], by), strict=True))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedStatistics:
     """What all ranks measured together, restricted to what this rank holds."""
 
-    batch: Factors
-    absorb: dict[str, Tensor]
-    """Whether a layer was measured at all, and its sums are finite after the transfer."""
+    packed: list[tuple[Layout, Tensor]]
+    """Sums, not divided yet, that kernels absorb as they are."""
+    batches: list[Batch]
+    moments: dict[str, Tensor]
+    absorb: Tensor
+    """By layer, whether it was measured at all, and its sums are finite after the transfer."""
     good: Tensor
     """Whether no rank found a value that is not finite, and none failed."""
     counts: Counts
+    scale: Tensor
+    """The multiplier of sums over terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,37 +100,110 @@ def reduce(
     ranks: RankPlan, transport: Transport, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> ReducedStatistics:
     """Sum over ranks. ``good``: whether this rank's gradients are finite; ``error``: raised by its capture."""
-    sums, rows, device = local_sums(measured, ranks), local_rows(measured, ranks.plan), good.device
-    good = good & batch_factors.all_finite(sums, device)
-    header = _header(ranks, measured, good, error, sums)
-    scales: Named = {}
-    if transport.program.header_first:  # float16 has little range: agree on divisors first
-        told = transport.sum("header", header)
-        names = _scaled_names(ranks)
-        scales = {name: _power_of_two(told[i - len(names)]) for i, name in enumerate(names)}
-        launched, sent = transport.launch_rest(sums, scales), transport.launch_rows(rows)
+    rows, scales = local_rows(measured, ranks.plan), None
+    totals = local_sums(measured, ranks)
+    at_once = transport.launch_sums(totals, measured.grad_correction)
+    if at_once is not None:
+        launched, fine = at_once
+        sent = transport.launch_rows(rows)
+        counted = transport.sum("header", _header(ranks, measured, good & fine.to(good.device), error))
     else:
-        launched, sent = transport.launch_rest(sums, scales), transport.launch_rows(rows)
-        told = transport.sum("header", header)
-    totals = transport.finish_factors(launched, scales)
-    counts = _counts(told, len(ranks.layers))
+        groups, others = transport.pack(_over_terms(totals, measured.grad_correction))
+        told = [group.means().sum(-1) for group in groups] + [value.sum()[None] for value in others.values()]
+        header = _header(ranks, measured, good & _all_finite(told, good.device), error)
+        if transport.program.header_first:  # float16 has little range: agree on divisors first
+            counted = transport.sum("header", header + _traces(ranks, groups, others))
+            names = _scaled_names(ranks)
+            scales = Scales({name: i for i, name in enumerate(names)}, _power_of_two(counted[-len(names) :]))
+            groups = [replace(g, flat=g.flat / scales.of(g.names, g.flat.dtype)) for g in groups]
+            others = {name: value / scales.each[scales.index[name]] for name, value in others.items()}
+        for group in groups:
+            others |= group.parts()
+        launched, sent = transport.launch_rest(others), transport.launch_rows(rows)
+        if not transport.program.header_first:
+            counted = transport.sum("header", header)
+    received = transport.finish_factors(launched)
+    return _divided(ranks, transport, measured, received, sent, scales, _counts(counted, len(ranks.layers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Divisors of the sums while they are sent."""
+
+    index: dict[Name, int]
+    each: Tensor
+
+    def of(self, names: list[Name], dtype: torch.dtype) -> Tensor:
+        """Return the divisors of some sums, ``[n, 1, 1]``."""
+        places = constants.constant(tuple([self.index[name] for name in names]), self.each.device, torch.int64)
+        return self.each[places].to(dtype).view(-1, 1, 1)
+
+
+def _divided(
+    ranks: RankPlan,
+    transport: Transport,
+    measured: BatchStatistics,
+    received: list[tuple[Layout, Tensor]],
+    sent: list[tuple[Transfer, Pending]],
+    scales: Scales | None,
+    counts: Counts,
+) -> ReducedStatistics:
+    """Turn the sums that this rank holds into batch factors."""
     scale = counts.scale(transport.world_size, by_terms=measured.by_terms)
+    rows = counts.rows.clamp(min=1)
+    batches, told, moments = list[Batch](), list[tuple[list[Name], Tensor]](), dict[str, Tensor]()
 
-    def scale_of(part: Part) -> Tensor:
-        return counts.scale_of(part.key, ranks.index[part.layer], scale)
+    def add(names: list[Name], values: Tensor, means: Tensor) -> None:
+        batches.append(Batch(names, values))
+        told.append((names, means.view(len(names), -1).sum(-1)))
 
+    def kind(name: Name) -> object:
+        return ranks.by_name[name[0]].spec.dtype, is_input(name[1])
+
+    packed = list[tuple[Layout, Tensor]]()
+    absorb = torch.ones(len(ranks.layers), dtype=torch.bool, device=counts.rows.device)
+    for layout, buffer in received:
+        if scales is None and _may_stay_packed(ranks, layout, buffer):
+            packed.append((layout, buffer))
+            absorb = absorb & layout.table(buffer.device).are_finite(buffer, len(ranks.layers))
+            continue
+        groups, others = packing.unpack(layout, buffer, transport.factors, kind)
+        for group in groups:
+            flat = group.flat.to(dtype_of(ranks.by_name[group.names[0][0]].spec.dtype))
+            flat = flat if scales is None else flat * scales.of(group.names, flat.dtype)
+            if is_input(group.names[0][1]):
+                places = constants.constant(tuple([ranks.index[n] for n, _ in group.names]), rows.device, torch.int64)
+                flat = flat / rows[places].to(flat).view(-1, 1, 1)
+            else:
+                flat = flat * scale.to(flat)
+            group = replace(group, flat=flat)
+            add(group.names, group.unpacked(), group.means())
+        for item, value in others.items():
+            spec = ranks.by_name[item[0]].spec
+            value = value.to(dtype_of(spec.dtype)).view(spec.grad_shape)
+            value = value if scales is None else value * scales.each[scales.index[item]]
+            moments[item[0]] = batch_factors.batch_factor("moments", value, 1.0, scale)
+    by_rows = transport.finish_rows(sent, lambda p: counts.scale_of(p.key, ranks.index[p.layer], scale))
+    for name, factor in by_rows.items():
+        add([name], factor, mean_eigenvalue(factor))
     own = [name for name in ranks.by_name if ranks.measures_alone(name) and name in measured.layers]
-    batch = finish_alone(measured, own, counts.terms / transport.world_size)
-    absorb: dict[str, Tensor] = {}
-    _divide(ranks, totals, counts, scale, batch, absorb)
-    for (name, key), factor in transport.finish_rows(sent, scale_of).items():
-        batch.setdefault(name, {})[key] = factor
-        absorb[name] = counts.calls[ranks.index[name]] > 0
-    is_good = ((counts.num_bad == 0) & (counts.num_failed == 0)).to(device)
-    for name, factors in batch.items():
-        named = {(name, key): factor for key, factor in factors.items()}
-        absorb[name] = absorb.get(name, is_good).to(device) & batch_factors.all_finite(named, device)
-    return ReducedStatistics(batch, absorb, is_good, counts)
+    alone, moments_alone = finish_alone(measured, own, counts.terms / transport.world_size)
+    for batch in alone:
+        add(batch.names, batch.values, mean_eigenvalue(batch.values))
+    moments |= moments_alone
+    told += [([(name, "moments")], value.sum()[None]) for name, value in moments.items()]
+    good = ((counts.num_bad == 0) & (counts.num_failed == 0)).to(ranks.layers[0].weight.device)
+    absorb = absorb & _is_measured(ranks, counts, own, by_rows)
+    if told:
+        absorb = absorb & _finite_layers(ranks, told, absorb.device)
+    return ReducedStatistics(packed, batches, moments, absorb, good, counts, scale)
+
+
+def _may_stay_packed(ranks: RankPlan, layout: Layout, buffer: Tensor) -> bool:
+    """Whether kernels absorb a buffer without unpacking it: it has factors alone, and nobody asks for batch factors."""
+    if ranks.plan.adaptive or not layout.only_factors or not triangles.can_pack(buffer):
+        return False
+    return all(ranks.by_name[name].spec.dtype == "float32" for name, _ in layout.held)
 
 
 def _counts(told: Tensor, num_layers: int) -> Counts:
@@ -210,59 +213,68 @@ def _counts(told: Tensor, num_layers: int) -> Counts:
     return Counts(terms, num_bad, num_failed, num_passes, rows, calls, again, spreads)
 
 
-def _divide(
-    ranks: RankPlan, totals: Named, counts: Counts, scale: Tensor, batch: Factors, absorb: dict[str, Tensor]
-) -> None:
-    """Convert the sums that this rank holds to batch factors, in ``batch`` and ``absorb``."""
-    for (name, key), total in totals.items():
-        holding, i = ranks.holds(name), ranks.index[name]
-        if key not in holding.running and not (key == "moments" and holding.moments):
-            continue
-        factor = batch_factors.batch_factor(key, total, counts.rows[i].clamp(min=1), scale)
-        batch.setdefault(name, {})[key] = factor
-        has_inputs = is_input(ranks.by_name[name].spec.factors[0].key)
-        absorb[name] = (counts.calls[i] > 0) & (counts.rows[i] > 0) if has_inputs else counts.calls[i] > 0
+def _is_measured(ranks: RankPlan, counts: Counts, own: Container[str], by_rows: Iterable[Name]) -> Tensor:
+    """Return, by layer, whether any rank measured it."""
+    device, layers, as_rows = counts.rows.device, ranks.layers, {name for name, _ in by_rows}
+    no_rows = [not is_input(layer.spec.factors[0].key) or layer.name in as_rows for layer in layers]
+    mine = constants.constant(tuple([layer.name in own for layer in layers]), device, torch.bool)
+    has_rows = (counts.rows > 0) | constants.constant(tuple(no_rows), device, torch.bool)
+    return ((counts.calls > 0) & has_rows) | mine
 
 
-def observe(reduced: ReducedStatistics, ranks: RankPlan, world_size: int, *, by_terms: bool) -> Observation:
-    """Return the observation from the sums of all ranks. Synchronizes with the device."""
-    counts, noise = reduced.counts, dict[tuple[str, str], Tensor]()
-    scale = counts.scale(world_size, by_terms=by_terms)
-    for i, (name, key) in enumerate(_names(ranks)):
-        by = counts.scale_of(key, ranks.index[name], scale)
-        noise[name, key] = counts.spreads[i] * by**2
-        if name in reduced.absorb:
-            noise[name, key] = noise[name, key].where(reduced.absorb[name].to(by.device), torch.nan)
-    told, calls, terms = counts.rows.tolist(), counts.calls.tolist(), float(counts.terms)
-    rows = {la.name: terms * (calls[i] > 0) if la.is_norm else told[i] for i, la in enumerate(ranks.layers)}
-    return Observation(reduced.batch, noise, rows)
+def _finite_layers(ranks: RankPlan, told: list[tuple[list[Name], Tensor]], device: torch.device) -> Tensor:
+    """Return, by layer, whether all sums are finite. ``told``: numbers of some factors that show it."""
+    bad = torch.zeros(len(ranks.layers), dtype=torch.int32, device=device)
+    indices = tuple([ranks.index[name] for names, _ in told for name, _ in names])
+    places = constants.constant(indices, device, torch.int64)
+    spoilt = torch.isfinite(torch.cat([numbers.to(device, torch.float64) for _, numbers in told])).logical_not()
+    return bad.index_add_(0, places, spoilt.to(torch.int32)) == 0
+
+
+def _all_finite(told: list[Tensor], device: torch.device) -> Tensor:
+    """Return whether numbers are finite, as a flag on the device."""
+    if not told:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.cat(told).to(device, torch.float64)).all()
 
 
 def _header(
-    ranks: RankPlan, measured: BatchStatistics, good: Tensor, error: BaseException | None, sums: Named
+    ranks: RankPlan, measured: BatchStatistics, good: Tensor, error: BaseException | None
 ) -> list[Tensor | float]:
-    """Return terms, flags, passes; per layer rows, calls, repeated calls; variances if adaptive; for float16,
-    traces."""
+    """Return terms, flags, passes; per layer rows, calls, repeated calls; variances if adaptive."""
     found = [measured.layers.get(layer.name) for layer in ranks.layers]
-    values: list[Tensor | float] = [measured.terms, (~good).to(torch.float64), float(error is not None)]
+    values: list[Tensor | float] = [measured.terms, ~good, float(error is not None)]
     values.append(float(measured.num_passes))
     values += [0.0 if s is None else s.rows for s in found]
     called = [float(layer.name in measured.called) for layer in ranks.layers]
     values += [here if s is None else float(s.calls) for here, s in zip(called, found, strict=True)]
     values += [0.0 if s is None else float(s.called_again) for s in found]
     if ranks.plan.adaptive:
-        values += [_spread_square(measured, name, key) for name, key in _names(ranks)]
-    if ranks.plan.wire_dtype == "float16":
-        values += [_trace(name[1], sums[name]) if name in sums else 0.0 for name in _scaled_names(ranks)]
+        values += [_spread_square(measured, name, key) for name, key in names_of(ranks)]
     return values
 
 
+def _traces(ranks: RankPlan, groups: list[PackedFactors], others: Named) -> list[Tensor | float]:
+    """Return the traces of this rank's sums, from which float16's divisors follow."""
+    traces: Named = {name: value.sum() for name, value in others.items()}
+    for group in groups:
+        traces |= zip(group.names, (group.means().sum(-1) * group.factor.dim).unbind(), strict=True)
+    return [traces.get(name, 0.0) for name in _scaled_names(ranks)]
+
+
 def _scaled_names(ranks: RankPlan) -> list[tuple[str, str]]:
-    return _names(ranks) + ([(layer.name, "moments") for layer in ranks.layers] if ranks.plan.moments else [])
+    return names_of(ranks) + ([(layer.name, "moments") for layer in ranks.layers] if ranks.plan.moments else [])
 
 
-def _names(ranks: RankPlan) -> list[tuple[str, str]]:
+def names_of(ranks: RankPlan) -> list[Name]:
+    """Return all factors, in order."""
     return [(layer.name, factor.key) for layer in ranks.layers for factor in layer.spec.factors]
+
+
+def _power_of_two(traces: Tensor) -> Tensor:
+    """Return the divisors that bring sums of these traces to about 16; 1 where one is zero or not finite."""
+    exponent = torch.floor(torch.log2(traces)) - 4
+    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)
 
 
 def _spread_square(measured: BatchStatistics, name: str, key: str) -> Tensor | float:
@@ -270,13 +282,3 @@ def _spread_square(measured: BatchStatistics, name: str, key: str) -> Tensor | f
     sums = measured.layers.get(name)
     spread = None if sums is None else sums.spreads.get(key)
     return 0.0 if spread is None else over_terms(key, spread, measured.grad_correction).double().square().sum()
-
-
-def _trace(key: str, total: Tensor) -> Tensor:
-    return total.sum() if key == "moments" else mean_eigenvalue(total).sum() * total.shape[-1]
-
-
-def _power_of_two(total: Tensor) -> Tensor:
-    """Return the divisor that brings a sum of this trace to about 16; 1 where it is zero or not finite."""
-    exponent = torch.floor(torch.log2(total)) - 4
-    return torch.where(torch.isfinite(exponent), torch.exp2(exponent), 1.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dkfac.capture.statistics import BatchStatistics
-from dkfac.factors import batch_factors, reduce
+from dkfac.factors import batch_factors
 from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.ops import constants, many
@@ -55,7 +55,7 @@ class RunningAverage:
     ) -> Tensor:
         """Absorb this rank's sums into the running factors, those of equal shape in one batch, unless any of them is
         not finite; return whether it did, as a flag on the device that is valid until the next call."""
-        scale = reduce.scale_alone(measured)
+        scale = batch_factors.scale_alone(measured)
         plan, totals, scales = self._plan, list[Tensor](), list[float]()
         if not use_graphs or plan is None or not _is_same(plan, stacks, states, measured, scale, totals, scales):
             good, self._plan = _absorb(stacks, states, measured, good, decay, scale)

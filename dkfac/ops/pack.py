@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dkfac.ops import constants
+
 
 def pack_triangle(matrices: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``[B, D (D + 1) / 2]`` from symmetric ``[B, D, D]``; ``out`` may have another dtype."""
@@ -29,6 +31,14 @@ def pack_triangle(matrices: Tensor, out: Tensor | None = None) -> Tensor:
         rectangle[:, 1:, :-1] = torch.where(upper[1:, :-1], rectangle[:, 1:, :-1], matrices[:, m:, m:].to(out.dtype))
     across.copy_(matrices[:, :m, m:])
     return out
+
+
+def packed_diagonal(packed: Tensor, dim: int) -> Tensor:
+    """Return the diagonals ``[..., D]`` of packed matrices ``[..., D (D + 1) / 2]``."""
+    m, columns = _rectangle(dim)
+    first = [i * columns + i + columns - m for i in range(m)]
+    second = [(i + m + 1 - columns) * columns + i for i in range(dim - m)]
+    return packed[..., constants.constant((*first, *second), packed.device, torch.int64)]
 
 
 def _rectangle(dim: int) -> tuple[int, int]:

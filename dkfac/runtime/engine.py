@@ -21,8 +21,9 @@ from dkfac.config.step_context import StepContext
 from dkfac.decompose import layer_damping
 from dkfac.decompose.report import RefreshReport
 from dkfac.experimental.overlap import Overlap
-from dkfac.factors import batch_factors, reduce
+from dkfac.factors import observation, reduce
 from dkfac.factors.layer_state import LayerState, named_factors
+from dkfac.factors.rank_average import RankAverage
 from dkfac.factors.running_average import RunningAverage
 from dkfac.factors.stacks import Stack, make_stacks
 from dkfac.layers.layer import Layer
@@ -68,7 +69,7 @@ class Engine:
         self.replanner = Replanner(transport, collector, notices, overlap)
         self.refresher = Refresher(layers, settings, transport, collector, notices, self.replanner, remote)
         pool = GraphPool()
-        self.graph, self._average_alone = StepGraph(pool), RunningAverage(pool)
+        self.graph, self._average_alone, self._average_ranks = StepGraph(pool), RunningAverage(pool), RankAverage()
         self._places: list[tuple[torch.dtype, torch.device]] = []
         self.uses_graphs = False
         self._is_owed = False
@@ -154,11 +155,11 @@ class Engine:
     def _average(self, measured: BatchStatistics, good: Tensor) -> Tensor:
         """Update the running factors if the statistics are finite; returns whether they are, as a tensor."""
         ranks, context, staleness = self.ranks, self.context, self.refresher.staleness
-        decay, observation = context.at("factor_decay"), None
+        decay, seen = context.at("factor_decay"), None
         if not self.transport.program.transfers:
             self._notices.capture(measured.called, measured.num_passes)
             if staleness is not None:
-                observation = reduce.observe_alone(measured, ranks.by_name)
+                seen = observation.observe_alone(measured, ranks.by_name)
             good = self._average_alone.absorb(
                 measured, self.stacks, self.states, good, decay, use_graphs=self.uses_graphs
             )
@@ -170,14 +171,10 @@ class Engine:
             self.replanner.see_counts(reduced.counts)
             good = reduced.good
             if staleness is not None:
-                observation = reduce.observe(reduced, ranks, transport.world_size, by_terms=measured.by_terms)
-            for name, factors in reduced.batch.items():
-                once = reduced.counts.again[ranks.index[name]] == 0
-                fit = good & reduced.absorb.get(name, good)
-                layer, state = ranks.by_name[name], self.states[name]
-                batch_factors.average(layer, state, factors, decay=decay, good=fit, once=once)
-        if staleness is not None and observation is not None and context.due is not None and bool(good):
-            staleness.gather(ranks, context.step, context.due, observation)  # synchronizes
+                seen = observation.observe(reduced, ranks, transport.world_size, by_terms=measured.by_terms)
+            self._average_ranks.absorb(reduced, ranks, self.states, decay)
+        if staleness is not None and seen is not None and context.due is not None and bool(good):
+            staleness.gather(ranks, context.step, context.due, seen)  # synchronizes
         for name in self.collector.without_moments:
             self.states[name].moments = None
         return good

@@ -15,7 +15,7 @@ from dkfac.capture.collector import Collector
 from dkfac.capture.statistics import BatchStatistics
 from dkfac.comm.transport import Transport
 from dkfac.experimental.overlap import Overlap
-from dkfac.factors import reduce
+from dkfac.factors import reduce, sent_rows
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops.host_copy import HostCopy
 from dkfac.plan.plan import Plan
@@ -76,7 +76,7 @@ class Replanner:
         wanted = []
         for layer, numbers in zip(ranks.layers, zip(*told, strict=True), strict=True):
             if min(numbers) >= 0 and layer.kind in ("linear", "conv1d-transposed"):
-                wanted += reduce.worth_as_rows(layer.spec, ranks.placements[layer.name], int(max(numbers)))
+                wanted += sent_rows.worth_as_rows(layer.spec, ranks.placements[layer.name], int(max(numbers)))
         if tuple(wanted) == ranks.plan.rows:
             return ranks
         self._collector.keep_rows({(name, key) for name, key, _ in wanted})

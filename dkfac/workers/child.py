@@ -20,8 +20,8 @@ from dkfac.capture.hooks import CaptureContext
 from dkfac.config.settings import Settings
 from dkfac.decompose import layer_factors
 from dkfac.decompose.refresh_sync import pack_decomposition
+from dkfac.factors.batch_factors import by_layer_and_key, finish_alone
 from dkfac.factors.layer_state import Average, LayerState, whole_means
-from dkfac.factors.reduce import finish_alone
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.layers.layer import Layer
 from dkfac.plan.spec import LayerSpec
@@ -112,7 +112,7 @@ class Statistics:
         self.loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
         measured = self.collector.take()
         with torch.no_grad():
-            found = finish_alone(measured, measured.layers, float(measured.terms))
+            found = by_layer_and_key(finish_alone(measured, measured.layers, float(measured.terms))[0])
         self.collector.begin_step(step + 1, None)
         self.collector.forget_terms()
         self.context.begin_step(measuring=True)

@@ -11,7 +11,7 @@ from helpers_settings import arranged
 from torch import nn
 
 from dkfac import KFAC
-from dkfac.factors.reduce import FEW_ELEMENTS
+from dkfac.factors.sent_rows import FEW_ELEMENTS
 
 EXACT = {"announce": False, "warmup_refresh": None, "factor_interval": 1, "inverse_interval": 3, "damping": 1e-3}
 LOCK = threading.Lock()

@@ -22,9 +22,9 @@ class Watch:
         self.early, self.late, self.order = 0, 0, []
         launch, early = Transport.launch_factors, Transport.launch_early
 
-        def launch_factors(exchange, bucket, sums, scales):
+        def launch_factors(exchange, bucket, given):
             self.order.append(bucket)
-            return launch(exchange, bucket, sums, scales)
+            return launch(exchange, bucket, given)
 
         def launch_early(exchange, sums):
             self.early += 1
