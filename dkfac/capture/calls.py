@@ -6,6 +6,7 @@ A and G. Owns: nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Form:
     outputs: tuple[FactorSpec, ...]
     num_dims: int = 0
     """Number of dimensions of a convolution's input; 0 for other layers."""
+    is_depthwise: bool = False
+    """Whether each channel has patches of its own. Kernels read them faster where pixels are adjacent, not channels."""
 
 
 def form_of(layer: Layer) -> Form:
@@ -53,7 +56,8 @@ def form_of(layer: Layer) -> Form:
     is_pointwise = set(module.kernel_size) == set(module.stride) == {1} and module.groups == 1
     is_pointwise &= not isinstance(module.padding, str) and set(module.padding) == {0}
     number, num_dims = hash((traits, geometry)), 2 + len(module.kernel_size)
-    return Form(number, strip_taps(module), is_pointwise, inputs, outputs, num_dims)
+    is_depthwise = module.groups == module.in_channels and math.prod(module.kernel_size) > 1
+    return Form(number, strip_taps(module), is_pointwise, inputs, outputs, num_dims, is_depthwise)
 
 
 Blocks = tuple[tuple[Tensor, Tensor], ...]

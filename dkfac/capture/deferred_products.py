@@ -94,6 +94,8 @@ class DeferredProducts:
         kind = last[5]
         if kind.route is Route.REFUSED:
             return False
+        if kind.form.is_depthwise and kind.route is Route.GROUPED:
+            x = x.contiguous()
         call = Call(kind, self._layers[index].spec.name, sums, x, g, weight, number, more, weights)
         if kind.route is Route.ALONE:
             self._sum([call])

@@ -98,12 +98,20 @@ def partial_kernel(  # type: ignore[no-untyped-def]
         first_x = (((turn // every_y) % every_x) * stride_x - tl.load(product + 16)).to(tl.int32)
         stride_y *= every_y
         stride_x *= every_x
-        tap_y = (feature // channels // kernel) * dilation_y
-        tap_x = (feature // channels % kernel) * dilation_x
-        offset = tap_y * down + tap_x * beside + (channel + feature % channels) * across
-        other_y = (other_feature // channels // kernel) * dilation_y
-        other_x = (other_feature // channels % kernel) * dilation_x
-        other_offset = other_y * down + other_x * beside + (channel + other_feature % channels) * across
+        if CHANNELS == -1:
+            tap_y = feature * 0
+            tap_x = tap_y
+            other_y = tap_y
+            other_x = tap_y
+            offset = (channel + feature) * across
+            other_offset = (channel + other_feature) * across
+        else:
+            tap_y = (feature // channels // kernel) * dilation_y
+            tap_x = (feature // channels % kernel) * dilation_x
+            offset = tap_y * down + tap_x * beside + (channel + feature % channels) * across
+            other_y = (other_feature // channels // kernel) * dilation_y
+            other_x = (other_feature // channels % kernel) * dilation_x
+            other_offset = other_y * down + other_x * beside + (channel + other_feature % channels) * across
     else:
         offset = (channel + feature) * across
         other_offset = (channel + other_feature) * across

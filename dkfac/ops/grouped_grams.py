@@ -239,11 +239,19 @@ def _constants(product: Product, *, tf32: bool) -> dict[str, int]:
     along = reading.strides[1] if reading.window is None else reading.pixel_strides[1]
     return {
         "IS_CONV": int(reading.window is not None), "INNER": 0 if reading.strides[2] == 1 else 1 if along == 1 else 2,
-        "CHANNELS": product.channels if product.aligned and reading.window is not None else 0,
+        "CHANNELS": _channels(product),
         "ALIGNED": int(product.aligned), "ONES": int(product.ones), "SINGLE": int(len(_tiles(product, width)) == 1),
         "ROUNDS": int(tf32 or product.dtype is not torch.float32), "TILE": width, "ROWS": ROWS_AT_ONCE[width],
         "FIELDS": FIELDS, "num_warps": WARPS[width],
     }  # fmt: skip
+
+
+def _channels(product: Product) -> int:
+    """Return the number of channels if it helps the compiler to know it: patches are read 16 bytes at a time. -1: there
+    is a single tap, so that features are channels; 0: it does not help."""
+    if not product.aligned or product.reading.window is None:
+        return 0
+    return -1 if product.reading.taps == 1 else product.channels
 
 
 def _fields(product: Product) -> list[int]:
