@@ -58,8 +58,8 @@ class Case:
     options: dict = field(default_factory=dict)  # of K-FAC in both of its arms
 
 
-ADAM_EIGEN = {"curvature": "adam-eigen", "block_dim": None}
-INVERSES = {"curvature": "kfac", "solver": "cholesky", "block_dim": None}
+ADAM_EIGEN = {"curvature": "adam-eigen", "block_dim": None, "statistics_fraction": 1.0}
+INVERSES = {"curvature": "kfac", "solver": "cholesky", "block_dim": None, "statistics_fraction": 1.0}
 CASES = {  # the longest runs first
     "gpt": Case(
         Characters, char_gpt.SIZES["small"] | {"steps": 500}, char_gpt.SIZES["tiny"] | {"steps": 12},

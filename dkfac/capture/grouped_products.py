@@ -22,6 +22,8 @@ from dkfac.ops import grouped_grams
 from dkfac.ops.grouped_grams import Grams, Product, Reading, Window
 from dkfac.plan.spec import FactorSpec, is_input, whole_key
 
+MOST_DIM = 1024
+"""Factors that are wider are left to cuBLAS, which needs fewer bytes per operation."""
 MOST_PLANS = 256
 """Limit on cached plans: with inputs of varying length their number is unbounded."""
 
@@ -101,6 +103,8 @@ def rows_of_grouped(layer: Layer, x: Tensor, g: Tensor, *, adapts: bool) -> int 
     if layer.dtype is not torch.float32 or not grouped_grams.usable(x, g):
         return None
     one = layer.block or layer
+    if one.spec.widest > MOST_DIM:
+        return None
     found = [product_of(one, f.key, x if is_input(f.key) else g, g, adapts=adapts) for f in one.spec.factors]
     first = found[0]
     return None if first is None or None in found else first.reading.images * first.reading.positions
