@@ -130,9 +130,11 @@ def run_case(name: str, args: argparse.Namespace, captures: Captures) -> dict:
     }
     kfac.kfac.close()
     memory = "" if extra is None else f", extra memory {extra / 1e9:.2f} GB"
-    print(f"{name}: first {args.first} steps {result['first_ratio_without_apart']:.2f} "
+    print(
+        f"{name}: first {args.first} steps {result['first_ratio_without_apart']:.2f} "
           f"({result['first_ratio']:.2f} with {len(apart)} steps that capture graphs), later "
-          f"{result['later_ratio']:.3f}, longest over median {result['longest_over_median']:.2f}{memory}", flush=True)  # fmt: skip
+          f"{result['later_ratio']:.3f}, longest over median {result['longest_over_median']:.2f}{memory}", flush=True,
+    )  # fmt: skip
     return result
 
 
