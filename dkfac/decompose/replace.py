@@ -53,8 +53,9 @@ def replace_decompositions(
             after = torch.where(good.view(-1, *[1] * (before.ndim - 1)), after, before)
             if name == "vectors" and kind in places:  # before the old ones are overwritten
                 turned = places[kind]
+                given = after.to(turned.dtype).mT, before.to(turned.dtype)
                 with tf32(settings.tf32, turned.device):
-                    torch.bmm(after.to(turned.dtype).mT, before.to(turned.dtype), out=turned)
+                    _ = torch.bmm(*given, out=turned) if turned.is_cuda else turned.copy_(given[0] @ given[1])
                 for (layer, key, *_), rotation in zip(group, torch.split(turned, counts), strict=True):
                     rotations.setdefault(layer.name, {})[key] = rotation
             foreach_copy_([old.tensors()[name] for *_, old, _ in group], list(torch.split(after, counts)))
@@ -127,7 +128,7 @@ def _carry_moments(
         turns, where = rotations[layer.name], (layer.weight.device, layer.dtype)
         one = _for_kernels(state, turns)
         if one is not None and carry.uses_kernels(one, room[where]):
-            kind = (where, state.momentum_is_rotated)
+            kind = (where, state.momentum_is_rotated, carry.is_aligned(one))
             launched.setdefault(kind, []).append((one, layer.spec.grad_elements * layer.dtype.itemsize))
             continue
         keys = tuple([(key, rotation.shape) for key, rotation in turns.items()])

@@ -59,9 +59,29 @@ def uses_kernels(layer: Moments, rotations: Tensor) -> bool:
     return blocks <= MOST_SEGMENTS and min(piece.shape[-1] for piece in (*layer.outputs, *layer.inputs)) >= 8
 
 
+def is_aligned(layer: Moments) -> bool:
+    """Whether the kernels can load four neighbours at once; they may then read, not write, up to the end of a row."""
+    layer = _row_major(layer)
+    x, pieces = layer.momentum, (*layer.outputs, *layer.inputs)
+    bases = [basis for side in layer.bases or () for basis in side]
+    numbers = [*x.stride()[:2], *(number for piece in pieces for number in (piece.shape[-1], piece.storage_offset()))]
+    numbers += [stride for basis in bases for stride in basis.stride()[:2]]
+    if any(number % 4 for number in numbers) or any(t.data_ptr() % 16 for t in (x, layer.square, *bases)):
+        return False
+    blocks, rows, columns = x.shape
+    ends = [t.storage_offset() + (blocks - 1) * t.stride(0) + rows * t.stride(1) for t in (x, layer.square)]
+    rooms = [t.untyped_storage().nbytes() // t.element_size() for t in (x, layer.square)]
+    return _up(columns) <= x.stride(1) and all(end <= room for end, room in zip(ends, rooms, strict=True))
+
+
+def _up(columns: int) -> int:
+    """Return the length of rows in the buffer, a multiple of four."""
+    return -(-columns // 4) * 4
+
+
 def carry_(layers: Sequence[Moments], rotations: Tensor, *, tf32: bool) -> None:
-    """Rotate the moments of layers that all keep their momentum in the same basis. Multiplies in TF32, or nearly as in
-    float32 by three products in TF32.
+    """Rotate the moments of layers that all keep their momentum in the same basis, and are all aligned or all not.
+    Multiplies in TF32, or nearly as in float32 by three products in TF32.
 
     ``rotations`` is the tensor, one-dimensional, of which the layers' rotations are views.
     """
@@ -71,7 +91,7 @@ def carry_(layers: Sequence[Moments], rotations: Tensor, *, tf32: bool) -> None:
     for layer in turned:
         left += _segments(layer, begin, side=0)
         right += _segments(layer, begin, side=1)
-        begin += layer.momentum.numel()
+        begin += layer.momentum[..., 0].numel() * _up(layer.momentum.shape[-1])
     buffer = torch.empty(3 * begin, dtype=torch.float32, device=device)
     for kernel, segments in ((_rows_kernel, left), (_columns_kernel, right)):
         tiles = [_tiles(segment) for segment in segments]
@@ -85,8 +105,8 @@ def carry_(layers: Sequence[Moments], rotations: Tensor, *, tf32: bool) -> None:
         owners = index.repeat_interleave(counts, output_size=total)
         kernels.launch_kernel(
             kernel, total, rotations, buffer, table, owners, begin,
-            FROM_WEIGHTS=layers[0].bases is not None, TF32=tf32, FIELDS=FIELDS, TILE=TILE, DEPTH=DEPTH,
-            num_warps=WARPS, num_stages=2,
+            FROM_WEIGHTS=layers[0].bases is not None, ALIGNED=is_aligned(layers[0]), TF32=tf32, FIELDS=FIELDS,
+            TILE=TILE, DEPTH=DEPTH, num_warps=WARPS, num_stages=2,
         )  # fmt: skip
 
 
@@ -110,7 +130,7 @@ def _segments(layer: Moments, begin: int, *, side: int) -> Iterator[list[int]]:
     weights = [layer.momentum_weight.data_ptr(), layer.square_weight.data_ptr()]
     for b in range(blocks):
         here = [x[b].data_ptr(), y[b].data_ptr(), int(x.stride(1)), rows, columns]
-        first, buffer = 0, begin + b * rows * columns
+        first, buffer = 0, begin + b * rows * _up(columns)
         for piece, basis in zip(pieces, bases, strict=True):
             number, width = len(piece) // blocks, piece.shape[-1]
             for i in range(b * number, (b + 1) * number):
@@ -119,7 +139,7 @@ def _segments(layer: Moments, begin: int, *, side: int) -> Iterator[list[int]]:
                 first += width
         rest = (rows, columns)[side] - first
         if rest > 0:
-            yield [*here, first, rest, -1, 0, 0, buffer, *weights, side, 0]
+            yield [*here, first, rest, -4, 0, 0, buffer, *weights, side, 0]
 
 
 def _tiles(segment: list[int]) -> int:
@@ -129,39 +149,55 @@ def _tiles(segment: list[int]) -> int:
 
 
 # Kernels. The table has a row of FIELDS numbers per segment: addresses of momentum and square, stride of their rows,
-# rows, columns; the segment's first row or column and its width; the offset of its rotation, or -1; address and stride
+# rows, columns; the segment's first row or column and its width; the offset of its rotation, or -4; address and stride
 # of the rows of its basis; where its block begins in the buffer; addresses of both weights; side; its first tile.
 
 
 def _rows_kernel(  # type: ignore[no-untyped-def]
     rotations, buffer, table, owners, size,
-    FROM_WEIGHTS: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    FROM_WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     # buffer[0] <- R momentum, or Q^T momentum; buffer[1] <- R^2 square; buffer[2] <- R^2 square^(1/4).
     segment = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * FIELDS
-    momentum = tl.load(segment).to(tl.pointer_type(tl.float32))
-    square = tl.load(segment + 1).to(tl.pointer_type(tl.float32))
-    stride = tl.load(segment + 2).to(tl.int32)
-    columns = tl.load(segment + 4).to(tl.int32)
+    size = tl.multiple_of(size, 4)
     first = tl.load(segment + 5).to(tl.int32)
     width = tl.load(segment + 6).to(tl.int32)
+    stride = tl.load(segment + 2).to(tl.int32)
+    columns = tl.load(segment + 4).to(tl.int32)
+    length = (columns + 3) // 4 * 4
     offset = tl.load(segment + 7)
+    momentum = tl.load(segment)
+    square = tl.load(segment + 1)
+    source = tl.load(segment + 8)
+    along = tl.load(segment + 9).to(tl.int32)
+    if ALIGNED:
+        columns = tl.multiple_of(length, 4)
+        length = tl.multiple_of(length, 4)
+        first = tl.multiple_of(first, 4)
+        stride = tl.multiple_of(stride, 4)
+        offset = tl.multiple_of(offset, 4)
+        along = tl.multiple_of(along, 4)
+        momentum = tl.multiple_of(momentum, 16)
+        square = tl.multiple_of(square, 16)
+        source = tl.multiple_of(source, 16)
+    momentum = momentum.to(tl.pointer_type(tl.float32)) + first * stride
+    square = square.to(tl.pointer_type(tl.float32)) + first * stride
+    basis = source.to(tl.pointer_type(tl.float32))
     tile = tl.program_id(0) - tl.load(segment + 14).to(tl.int32)
     down = (width + TILE - 1) // TILE
     i = (tile % down) * TILE + tl.arange(0, TILE)
     j = (tile // down) * TILE + tl.arange(0, TILE)
-    momentum += first * stride
-    square += first * stride
     inside = (i[:, None] < width) & (j[None, :] < columns)
-    target = buffer + tl.load(segment + 10) + (first + i[:, None]) * columns + j[None, :]
+    target = buffer + tl.multiple_of(tl.load(segment + 10), 4) + (first + i[:, None]) * length + j[None, :]
     if offset < 0:
         v = tl.load(square + i[:, None] * stride + j[None, :], mask=inside, other=0.0)
         tl.store(target, tl.load(momentum + i[:, None] * stride + j[None, :], mask=inside, other=0.0), mask=inside)
         tl.store(target + size, v, mask=inside)
         tl.store(target + 2 * size, tl.sqrt(tl.sqrt(v)), mask=inside)
     else:
-        basis = tl.load(segment + 8).to(tl.pointer_type(tl.float32))
-        along = tl.load(segment + 9).to(tl.int32)
+        if ALIGNED:
+            width = tl.multiple_of(width, 4)
         moved = tl.zeros((TILE, TILE), tl.float32)
         plain = tl.zeros((TILE, TILE), tl.float32)
         small = tl.zeros((TILE, TILE), tl.float32)
@@ -185,45 +221,55 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 def _columns_kernel(  # type: ignore[no-untyped-def]
     rotations, buffer, table, owners, size,
-    FROM_WEIGHTS: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    FROM_WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     # From the buffer: x R^T of each part, or x Q of momentum; these combined to moments.
     segment = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * FIELDS
+    size = tl.multiple_of(size, 4)
     stride = tl.load(segment + 2).to(tl.int32)
     rows = tl.load(segment + 3).to(tl.int32)
-    columns = tl.load(segment + 4).to(tl.int32)
+    length = tl.multiple_of((tl.load(segment + 4).to(tl.int32) + 3) // 4 * 4, 4)
     first = tl.load(segment + 5).to(tl.int32)
     width = tl.load(segment + 6).to(tl.int32)
     offset = tl.load(segment + 7)
+    source = tl.load(segment + 8)
+    along = tl.load(segment + 9).to(tl.int32)
+    if ALIGNED:
+        first = tl.multiple_of(first, 4)
+        offset = tl.multiple_of(offset, 4)
+        along = tl.multiple_of(along, 4)
+        source = tl.multiple_of(source, 16)
+    basis = source.to(tl.pointer_type(tl.float32))
     tile = tl.program_id(0) - tl.load(segment + 14).to(tl.int32)
     across = (width + TILE - 1) // TILE
     i = (tile // across) * TILE + tl.arange(0, TILE)
     j = (tile % across) * TILE + tl.arange(0, TILE)
     inside = (i[:, None] < rows) & (j[None, :] < width)
-    source = buffer + tl.load(segment + 10) + first
+    here = buffer + tl.multiple_of(tl.load(segment + 10), 4) + first
     if offset < 0:
-        here = source + i[:, None] * columns + j[None, :]
-        moved = tl.load(here, mask=inside, other=0.0)
-        plain = tl.load(here + size, mask=inside, other=0.0)
-        small = tl.load(here + 2 * size, mask=inside, other=0.0)
+        x = here + i[:, None] * length + j[None, :]
+        moved = tl.load(x, mask=inside, other=0.0)
+        plain = tl.load(x + size, mask=inside, other=0.0)
+        small = tl.load(x + 2 * size, mask=inside, other=0.0)
     else:
-        basis = tl.load(segment + 8).to(tl.pointer_type(tl.float32))
-        along = tl.load(segment + 9).to(tl.int32)
+        if ALIGNED:
+            width = tl.multiple_of(width, 4)
         moved = tl.zeros((TILE, TILE), tl.float32)
         plain = tl.zeros((TILE, TILE), tl.float32)
         small = tl.zeros((TILE, TILE), tl.float32)
         for begin in range(0, width, DEPTH):
             k = begin + tl.arange(0, DEPTH)
             there = (i[:, None] < rows) & (k[None, :] < width)
-            x = source + i[:, None] * columns + k[None, :]
+            x = here + i[:, None] * length + k[None, :]
             m = tl.load(x, mask=there, other=0.0)
             v = tl.load(x + size, mask=there, other=0.0)
             w = tl.load(x + 2 * size, mask=there, other=0.0)
-            here = (j[None, :] < width) & (k[:, None] < width)
-            r = tl.load(rotations + offset + j[None, :] * width + k[:, None], mask=here, other=0.0)
+            both = (j[None, :] < width) & (k[:, None] < width)
+            r = tl.load(rotations + offset + j[None, :] * width + k[:, None], mask=both, other=0.0)
             s = r * r
             if FROM_WEIGHTS:
-                r = tl.load(basis + k[:, None] * along + j[None, :], mask=here, other=0.0)
+                r = tl.load(basis + k[:, None] * along + j[None, :], mask=both, other=0.0)
             moved = tl.dot(m, r, moved, input_precision="tf32" if TF32 else "tf32x3")
             plain = tl.dot(v, s, plain, input_precision="tf32" if TF32 else "tf32x3")
             small = tl.dot(w, s, small, input_precision="tf32" if TF32 else "tf32x3")

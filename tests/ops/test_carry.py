@@ -32,6 +32,8 @@ LAYERS = {
     "blocks": (2, [(1, 9)], [(2, 12)], 0, "rows"),
     "padded": (1, [(1, 20)], [(1, 33)], 0, "padded"),
     "columns in memory": (1, [(1, 20)], [(2, 17)], 1, "columns"),
+    "aligned": (1, [(2, 16)], [(3, 24)], 1, "padded"),
+    "aligned, in weights' layout": (1, [(1, 12)], [(1, 72)], 0, "columns"),
     "one side": (1, [(1, 72)], [], 5, "rows"),
 }
 
@@ -45,7 +47,9 @@ def laid_out(values, layout):
     if layout == "columns":
         return values.mT.contiguous().mT
     if layout == "padded":
-        room = values.new_full((len(values), values.shape[1] + 4, values.shape[2] + 7), torch.nan)
+        room = values.new_full(
+            (len(values), values.shape[1] + 4, values.shape[2] + 7 + -(values.shape[2] + 7) % 4), torch.nan
+        )
         return room[:, : values.shape[1], : values.shape[2]].copy_(values)
     return values.contiguous()
 
@@ -90,7 +94,11 @@ def made(names, from_weights, device, seed=0):
 def test_moments_are_carried_as_by_torch(device, names, from_weights):
     layers, flat, expected = made(names, from_weights, device)
     assert all(carry.uses_kernels(layer, flat) for layer in layers)
-    carry.carry_(layers, flat, tf32=False)
+    aligned = [carry.is_aligned(layer) for layer in layers]
+    assert aligned == [name.startswith("aligned") for name in names] or len(names) > 1
+    for which in set(aligned):
+        some = [layer for layer, is_aligned in zip(layers, aligned, strict=True) if is_aligned == which]
+        carry.carry_(some, flat, tf32=False)
     for layer, (momentum, square) in zip(layers, expected, strict=True):
         torch.testing.assert_close(layer.momentum.double().cpu(), momentum, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(layer.square.double().cpu(), square, rtol=1e-4, atol=1e-6)
@@ -131,9 +139,9 @@ from dkfac.ops import carry, kernels
 OPTIONS = {"num_warps": carry.WARPS, "num_stages": 2}
 TYPES = {"table": "*i64", "owners": "*i32", "size": "i32"}
 for kernel in map(kernels.compiled, (carry._rows_kernel, carry._columns_kernel)):
-    for from_weights, tf32 in itertools.product((False, True), repeat=2):
-        constants = {"FROM_WEIGHTS": from_weights, "TF32": tf32, "FIELDS": carry.FIELDS, "TILE": carry.TILE,
-                     "DEPTH": carry.DEPTH}
+    for from_weights, tf32, aligned in itertools.product((False, True), repeat=3):
+        constants = {"FROM_WEIGHTS": from_weights, "TF32": tf32, "ALIGNED": aligned}
+        constants |= {"FIELDS": carry.FIELDS, "TILE": carry.TILE, "DEPTH": carry.DEPTH}
         signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in kernel.arg_names}
         source = ASTSource(kernel, signature, constants)
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.COMPILE_OPTIONS | OPTIONS)
@@ -144,4 +152,4 @@ for kernel in map(kernels.compiled, (carry._rows_kernel, carry._columns_kernel))
 @needs_triton
 def test_the_kernels_compile_for_a_gpu_and_need_no_local_memory(tmp_path):
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["True", "False"] * 8
+    assert said.split() == ["True", "False"] * 16
