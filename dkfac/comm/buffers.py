@@ -5,6 +5,7 @@ Input: parts of a transfer, tensors, numbers. Output: views of a buffer, factors
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,8 +33,13 @@ def unpack_factor(flat: Tensor, factor: FactorSpec) -> Tensor:
 
 def vector(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return numbers, some of them already on the device, as one float64 tensor, without synchronizing with it."""
-    host = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64)
-    flat = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    numbers = [0.0 if isinstance(v, Tensor) else float(v) for v in values]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph cannot copy from the host
+        runs = [(number, len(list(same))) for number, same in itertools.groupby(numbers)]
+        flat = torch.cat([torch.full((size,), number, dtype=torch.float64, device=device) for number, size in runs])
+    else:
+        host = torch.tensor(numbers, dtype=torch.float64)
+        flat = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
     kinds: dict[object, list[int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, Tensor):

@@ -6,6 +6,7 @@ not contiguous, so every function checks.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dkfac.ops.graph_cache import runs_between_graphs
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
@@ -29,11 +32,19 @@ class Pending:
     begin: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         result = self.finish()
         if listener is not None:
             listener(self.how, self.begin, time.perf_counter())
         return result
+
+
+def _launch(start: Callable[[], Any], finish: Callable[[], Tensor], how: str) -> Pending:
+    """Start a collective. While a CUDA graph is captured, it is left out of it, and runs at each replay instead."""
+    if runs_between_graphs(lambda: start().wait()):
+        return Pending(None, finish, how)
+    return Pending(start(), finish, how)
 
 
 listener: Callable[[str, float, float], None] | None = None
@@ -42,7 +53,7 @@ listener: Callable[[str, float, float], None] | None = None
 
 def all_reduce(flat: Tensor, group: Any) -> Pending:
     _check(flat)
-    return Pending(dist.all_reduce(flat, group=group, async_op=True), lambda: flat, "all-reduce")
+    return _launch(lambda: dist.all_reduce(flat, group=group, async_op=True), lambda: flat, "all-reduce")
 
 
 def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending:
@@ -56,32 +67,36 @@ def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending
     assert flat.numel() % world == 0
     if flat.device.type == "cpu" or flat.dtype.itemsize < 4:
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
-        return Pending(work, lambda: received.view(world, -1).sum(0, dtype=accumulate), "reduce-scatter")
+        return _launch(
+            lambda: dist.all_to_all_single(received, flat, group=group, async_op=True),
+            lambda: received.view(world, -1).sum(0, dtype=accumulate),
+            "reduce-scatter",
+        )
     chunk = flat.new_empty(flat.numel() // world)
-    work = _reduce_scatter(chunk, flat, group=group, async_op=True)
-    return Pending(work, lambda: chunk.to(accumulate), "reduce-scatter")
+    start = functools.partial(_reduce_scatter, chunk, flat, group=group, async_op=True)
+    return _launch(start, lambda: chunk.to(accumulate), "reduce-scatter")
 
 
 def exchange(chunk: Tensor, send: list[int], receive: list[int], group: Any) -> Pending:
     """Send ``send[i]`` elements to rank i of the group; return what the ranks sent here, in their order."""
     _check(chunk)
     received = chunk.new_empty(sum(receive))
-    work = dist.all_to_all_single(received, chunk, receive, send, group=group, async_op=True)
-    return Pending(work, lambda: received, "all-to-all")
+    start = functools.partial(dist.all_to_all_single, received, chunk, receive, send, group=group, async_op=True)
+    return _launch(start, lambda: received, "all-to-all")
 
 
 def broadcast_from(flat: Tensor, root: int, group: Any) -> Pending:
     """``root``: the global rank, as in torch.distributed."""
     _check(flat)
-    return Pending(dist.broadcast(flat, root, group=group, async_op=True), lambda: flat, "broadcast")
+    return _launch(lambda: dist.broadcast(flat, root, group=group, async_op=True), lambda: flat, "broadcast")
 
 
 def all_gather(chunk: Tensor, group: Any) -> Pending:
     """Return the chunks of all ranks of the group, in their order."""
     _check(chunk)
     gathered = chunk.new_empty(chunk.numel() * dist.get_world_size(group))
-    return Pending(_all_gather(gathered, chunk, group=group, async_op=True), lambda: gathered, "all-gather")
+    start = functools.partial(_all_gather, gathered, chunk, group=group, async_op=True)
+    return _launch(start, lambda: gathered, "all-gather")
 
 
 def _check(flat: Tensor) -> None:

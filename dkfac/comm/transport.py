@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from dkfac.comm import agree, collectives, packing
-from dkfac.comm.buffers import dtype_of, on_cpu, places_of, vector
+from dkfac.comm.buffers import dtype_of, on_cpu, vector
 from dkfac.comm.collectives import Pending
 from dkfac.comm.groups import Groups
 from dkfac.comm.packing import Layout, Named, PackedFactors, to_buffer
 from dkfac.ops import triangles
-from dkfac.ops.factors import gram
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import How, Part, Stage, Transfer, expand
 from dkfac.plan.spec import FactorSpec, LayerSpec
@@ -47,7 +46,7 @@ class Transport:
         self.held = {(name, key) for name, held in holdings.items() for key in held.running}
         """Factors, and moments, that this rank holds."""
         self.held |= {(name, "moments") for name, held in holdings.items() if held.moments}
-        self._dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
+        self.dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
         self._layouts: dict[tuple[int, bool], tuple[Transfer, Layout]] = {}
         """By transfer, which is kept so that no other one gets its id."""
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
@@ -177,38 +176,6 @@ class Transport:
         for _, pending in self.launch_rest({}):
             pending.wait()
 
-    def launch_rows(self, rows: Named) -> list[tuple[Transfer, Pending]]:
-        """Launch the transfer of rows ``[R, D]``, R at most the capacity in the plan; the rest stays zero."""
-        launched = []
-        for transfer in (t for t in self.program.stage("factors") if t.how == "rows"):
-            flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
-            for part, place in places_of(transfer.parts, flat):
-                mine = rows.get((part.layer, part.key))
-                if mine is not None:
-                    place[: mine.numel()].copy_(mine.reshape(-1))
-            pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.everyone)
-            launched.append((transfer, pending))
-        return launched
-
-    def finish_rows(self, launched: list[tuple[Transfer, Pending]], scale: Callable[[Part], Tensor]) -> Named:
-        """Wait for rows and return the sums of their outer products, for the factors that this rank holds.
-
-        ``scale``: multiplier of a sum; it is applied to the rows, which have fewer elements.
-        """
-        result: Named = {}
-        for transfer, pending in launched:
-            mine = [part for part in transfer.parts if part.owner == self.rank]
-            received = pending.wait().view(self.world_size, -1)
-            position = 0
-            for part in mine:
-                dim = self.factors[part.layer, part.key].dim
-                rows = received[:, position : position + part.elements].reshape(-1, 1, 1, dim)
-                position += part.elements
-                dtype = self._dtypes[part.layer]
-                rows = rows.to(dtype) * scale(part).sqrt().to(rows.device, dtype)
-                result[part.layer, part.key] = gram(rows, ones=False, dtype=dtype)
-        return result
-
     def finish_factors(self, launched: list[tuple[Transfer, Pending]]) -> list[tuple[Layout, Tensor]]:
         """Wait for reductions, forward chunks to those who hold them, and return buffers with the sums that this rank
         holds."""
@@ -232,30 +199,37 @@ class Transport:
 
     # --- shares --------------------------------------------------------------------------------------------
 
-    def share(self, stage: Stage, value: Callable[[Part], Tensor | None]) -> Named:
+    def share(self, stage: Stage, value: Callable[[Part], Tensor | Sequence[Tensor] | None]) -> Named:
         """Send what this rank owns, receive what the others own; return flat tensors, in their layers' dtype.
 
         An owner, too, gets back what went through the buffer: what is rounded for the wire is rounded on all ranks.
-        ``value``: returns the tensor of a part that this rank owns; None sends zeros.
+        ``value``: returns the tensor of a part that this rank owns, or tensors that together are it; None sends zeros.
         """
         ours = [t for t in self.program.stage(stage) if self.rank in t.group]
         dealt: list[tuple[Transfer, Pending]] = []
         for transfer in (t for t in ours if t.how == "deal"):
-            flat = torch.zeros(transfer.elements(self.rank), dtype=dtype_of(transfer.dtype), device=self.device)
-            for part, place in places_of([p for p in transfer.parts if p.owner == self.rank], flat):
-                own = value(part)
-                if own is not None:
-                    place.copy_(own.reshape(-1))
+            pieces = list[Tensor]()
+            for part in transfer.parts:
+                own = value(part) if part.owner == self.rank else ()
+                own = own if own is not None else torch.zeros(part.elements, device=self.device)
+                pieces += [t.reshape(-1) for t in ([own] if isinstance(own, Tensor) else own)]
+            blank = torch.empty(0, dtype=dtype_of(transfer.dtype), device=self.device)
+            flat = torch.cat(pieces).to(blank) if pieces else blank
             pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.get(transfer.group))
             dealt.append((transfer, pending))
         gathered: list[tuple[Transfer, Pending]] = []
         for transfer, pending in dealt:
-            chunk = torch.nn.functional.pad(received := pending.wait(), (0, transfer.chunk - received.numel()))
+            chunk = pending.wait()
+            padding = transfer.chunk - len(chunk)
+            chunk = torch.nn.functional.pad(chunk, (0, padding)) if padding else chunk
             gathered.append((transfer, collectives.all_gather(chunk, self.groups.get(transfer.group))))
         result: Named = {}
         for transfer, pending in gathered:
-            for part, place in places_of(transfer.parts, pending.wait()):
-                result[part.layer, part.key] = place.to(self._dtypes[part.layer])
+            layout, flat = self.layout(transfer), pending.wait()
+            for dtype in dict.fromkeys(self.dtypes[name] for name, _ in layout.names):
+                places = torch.split(flat.to(dtype), [*layout.sizes, len(flat) - layout.used])
+                pairs = zip(layout.names, places, strict=False)
+                result |= {name: place for name, place in pairs if self.dtypes[name[0]] == dtype}
         return result
 
     def check_unmoved(self, layers: Iterable[tuple[LayerSpec, torch.dtype, torch.device]]) -> None:

@@ -47,13 +47,18 @@ def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
     return found
 
 
+def traces_are_launched(state: LayerState) -> bool:
+    """Whether a kernel computes the means of a layer's running factors."""
+    return all(traces.uses_kernels(average.value, average.weight) for average in state.running.values())
+
+
 def all_live_means(layers: Iterable[Layer], states: dict[str, LayerState]) -> dict[str, dict[str, Tensor]]:
     """Return ``live_means`` of layers by name, in one launch where a kernel runs."""
     found, given, names = dict[str, dict[str, Tensor]](), list[Trace](), list[tuple[str, str, int]]()
     for layer in layers:
         running = states[layer.name].running
         is_plain = "A_S" not in running and not any(bias_is_silent(layer, key) for key in running)
-        if not is_plain or not all(traces.uses_kernels(r.value, r.weight) for r in running.values()):
+        if not is_plain or not traces_are_launched(states[layer.name]):
             found[layer.name] = live_means(layer, states[layer.name])
             continue
         found[layer.name] = {}

@@ -187,9 +187,11 @@ class RefreshScheduler:
         if not layers:
             return
         work = functools.partial(renew, layers, ranks, states, context, transport)
-        if use_graphs and not transport.program.transfers:
+        if use_graphs:
             graph = self._graphs.setdefault(tuple([la.name for la in layers]), GraphedFunction(self._pool))
             key: list[object] = [layer_damping.damping_values(context.settings, context.step), ranks, transport]
+            if transport.program.stage("means"):  # what ranks send each other of them is captured
+                key.append(tuple([context.at(name) for name in SCHEDULES]))
             key += [tuple([(states[layer.name].momentum_is_rotated, layer.bias_is_live) for layer in layers])]
             key += [tensor for layer in layers for tensor in states[layer.name].tensors()]
             found: tuple[Flags, BaseException | None] = graph.run(key, work, layers[0].weight.device)

@@ -11,25 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dkfac.comm.buffers import unpack_factor, vector
+from dkfac.comm.buffers import vector
+from dkfac.comm.packing import Name, alike, packed_shape
 from dkfac.comm.transport import Transport
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.config.step_context import StepContext
 from dkfac.decompose import layer_factors
 from dkfac.decompose.fallback import OUTCOMES, Outcome
-from dkfac.factors.layer_state import LayerState, whole_means
+from dkfac.decompose.sent_decompositions import pack_all, unpack_all
+from dkfac.factors.layer_state import LayerState, bias_is_silent, share_of_mean, whole_means
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops import constants
-from dkfac.ops.decompose import Decomposition, Eigen, Inverse
-from dkfac.ops.pack import pack_triangle
-from dkfac.plan.program import Part
-from dkfac.plan.spec import FactorSpec
+from dkfac.ops.decompose import Decomposition, mean_eigenvalue
+from dkfac.plan.spec import FactorSpec, whole_key
 
 Found = dict[str, dict[str, tuple[Decomposition | None, Outcome]]]
 """By layer and factor key: a decomposition and the outcome that produced it."""
 Means = dict[str, dict[str, Tensor]]
 """Mean eigenvalues by layer and factor key."""
+Factor = tuple[Layer, FactorSpec]
 Outcomes = dict[str, dict[str, Outcome]]
 
 
@@ -71,23 +72,17 @@ def exchange_means(
 ) -> ToldMeans:
     """Sum the mean eigenvalues of some layers' factors over the ranks; those of other layers are zero. Collective."""
     has: list[Tensor | float] = []
-    means: list[Tensor] = []
-    lives = layer_factors.all_live_means(layers, states)
+    due, speaking = {layer.name for layer in layers}, list[Factor]()
     for layer in ranks.layers:
         state, placement = states[layer.name], ranks.placements[layer.name]
-        live = lives.get(layer.name, {})
+        is_known = layer_factors.is_ready(layer, state)  # what was decomposed has statistics
         for factor, held in zip(layer.spec.factors, placement.factors, strict=True):
-            speaks = ranks.rank == held[0] and factor.key in live
-            is_known = layer_factors.is_ready(layer, state)  # what was decomposed has statistics
+            speaks = ranks.rank == held[0] and layer.name in due and factor.key in state.running
             has.append(0.0 if not speaks else 1.0 if is_known else state.running[factor.key].weight > 0)
             if speaks:
-                means.append(live[factor.key])
-            else:
-                means.append(
-                    torch.zeros(factor.num_blocks // factor.pieces, device=layer.weight.device, dtype=layer.dtype)
-                )
-    device = means[0].device
-    joined = torch.cat([m.to(device, torch.float64) for m in means])
+                speaking.append((layer, factor))
+    device = ranks.layers[0].weight.device
+    joined = _in_order(ranks, _live_means(speaking, states), device)
     told = joined[:0]
     if all(isinstance(flag, float) for flag in has):  # not by way of the host, from which a CUDA graph cannot copy
         flags = constants.constant(tuple(has), device, torch.float64)
@@ -99,6 +94,48 @@ def exchange_means(
         together = transport.sum_vector("means", torch.cat([told, flags, joined]))
         told, flags, joined = torch.split(together, [len(told), len(flags), len(joined)])
     return ToldMeans(told, flags, joined)
+
+
+def _live_means(factors: list[Factor], states: dict[str, LayerState]) -> dict[Name, Tensor]:
+    """Return what running factors contribute to the mean eigenvalues of whole factors, those of one shape at once."""
+    found: dict[Name, Tensor] = {}
+    if all(layer_factors.traces_are_launched(states[layer.name]) for layer, _ in factors):
+        lives = layer_factors.all_live_means({layer.name: layer for layer, _ in factors}.values(), states)
+        return {(layer.name, factor.key): lives[layer.name][factor.key] for layer, factor in factors}
+
+    def kind(item: Factor) -> object:
+        layer, factor = item
+        if factor.key == "A_S" or bias_is_silent(layer, factor.key):
+            return layer.name
+        leaves_bias = whole_key(factor.key) == "A" and layer.has_bias and factor.whole_dim > 0
+        sizes = packed_shape(factor), factor.pieces, factor.whole_dim, factor.key
+        return sizes, leaves_bias and (layer.bias_is_live,), layer.weight.dtype, layer.weight.device
+
+    for same in alike(factors, kind):
+        layer, factor = same[0]
+        if isinstance(kind(same[0]), str):
+            live = layer_factors.live_means(layer, states[layer.name])
+            found |= {(layer.name, f.key): live[f.key] for _, f in same}
+            continue
+        averages = [states[la.name].running[f.key] for la, f in same]
+        if len(same) == 1:
+            mean = mean_eigenvalue(averages[0].value) / averages[0].guarded_weight()
+            found[layer.name, factor.key] = share_of_mean(layer, factor, mean)
+            continue
+        values = [a.value if factor.form == "diagonal" else a.value.diagonal(dim1=-2, dim2=-1) for a in averages]
+        weights = torch.stack([average.weight for average in averages])
+        means = torch.stack(values).mean(-1) / weights.clamp(min=torch.finfo(weights.dtype).tiny)[:, None]
+        shares = share_of_mean(layer, factor, means.flatten()).view(len(same), -1)
+        found |= zip([(la.name, f.key) for la, f in same], shares.unbind(), strict=True)
+    return found
+
+
+def _in_order(ranks: RankPlan, means: dict[Name, Tensor], device: torch.device) -> Tensor:
+    """Return means of factors as one float64 vector in the order of all ranks, zeros where there are none."""
+    sizes = [((layer.name, f.key), f.num_blocks // f.pieces) for layer in ranks.layers for f in layer.spec.factors]
+    missing = [size for name, size in sizes if name not in means]
+    blank = iter(torch.split(torch.zeros(sum(missing), device=device), missing) if missing else ())
+    return torch.cat([means[n].to(device) if n in means else next(blank) for n, _ in sizes]).to(torch.float64)
 
 
 def agree_on_means(ranks: RankPlan, states: dict[str, LayerState], transport: Transport, context: StepContext) -> Means:
@@ -170,51 +207,18 @@ def share_decompositions(
     """Return the new decompositions that this rank holds: its own and those received from other ranks. Collective."""
     own = {layer.name: {key: d for key, (d, _) in found.get(layer.name, {}).items() if d is not None} for layer in due}
     by_name = {layer.name: layer for layer in due}
-    solver = settings.solver
     if only is not None:
         transport = transport.only("decompositions", only)
 
-    def value(part: Part) -> Tensor | None:
-        decomposition = own.get(part.layer, {}).get(part.key)
-        if decomposition is None or outcomes[part.layer][part.key] in ("kept", "raw"):
-            return None
-        return pack_decomposition(decomposition, solver)
+    def is_valid(name: Name) -> bool:
+        return name[0] in own and outcomes[name[0]].get(name[1], "raw") not in ("kept", "raw")
 
-    for (name, key), flat in transport.share("decompositions", value).items():
-        if name not in by_name or outcomes[name][key] in ("kept", "raw"):
-            continue
-        layer = by_name[name]
-        own[name][key] = unpack_decomposition(
-            flat.to(layer.weight.device),
-            layer.spec.factor(key),
-            is_inverse=solver == "cholesky" or outcomes[name][key] == "cholesky",
-            packed=solver == "cholesky",
-        )
+    parts = {(p.layer, p.key) for t in transport.program.stage("decompositions") for p in t.parts}
+    sent = {name: own[name[0]][name[1]] for name in parts if is_valid(name) and name[1] in own[name[0]]}
+    packed = pack_all(sent, by_name, settings.solver)
+    received = transport.share("decompositions", lambda part: packed.get((part.layer, part.key)))
+    given = {name: flat for name, flat in received.items() if is_valid(name)}
+    inverses = {name for name in given if settings.solver == "cholesky" or outcomes[name[0]][name[1]] == "cholesky"}
+    for (name, key), decomposition in unpack_all(given, by_name, inverses, settings.solver).items():
+        own[name][key] = decomposition
     return own
-
-
-def pack_decomposition(decomposition: Decomposition, solver: str) -> Tensor:
-    """Return a decomposition as one flat tensor: the triangle of an inverse, or eigenvectors and eigenvalues.
-
-    With an eigen solver, an inverse (a fallback) is sent in place of the eigenvectors.
-    """
-    match decomposition:
-        case Inverse(matrix):
-            if matrix.ndim == 2:
-                return matrix.reshape(-1)
-            if solver == "cholesky":
-                return pack_triangle(matrix).reshape(-1)
-            return torch.cat([matrix.reshape(-1), matrix.new_zeros(matrix.shape[0] * matrix.shape[1])])
-        case Eigen(vectors, values):
-            return values.reshape(-1) if vectors is None else torch.cat([vectors.reshape(-1), values.reshape(-1)])
-
-
-def unpack_decomposition(flat: Tensor, factor: FactorSpec, *, is_inverse: bool, packed: bool) -> Decomposition:
-    if is_inverse and (packed or factor.form == "diagonal"):
-        return Inverse(unpack_factor(flat, factor))
-    if factor.form == "diagonal":
-        return Eigen(None, flat.view(factor.shape))
-    matrix = flat[: factor.num_elements].view(factor.shape).clone()
-    if is_inverse:
-        return Inverse(matrix)
-    return Eigen(matrix, flat[factor.num_elements :].view(factor.row_shape).clone())

@@ -20,7 +20,7 @@ from dkfac.comm.packing import Layout, Name, Named, PackedFactors, alike
 from dkfac.comm.transport import Transport
 from dkfac.factors import batch_factors
 from dkfac.factors.batch_factors import Batch, finish_alone, over_terms
-from dkfac.factors.sent_rows import local_rows
+from dkfac.factors.sent_rows import finish_rows, launch_rows, local_rows
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops import constants, triangles
 from dkfac.ops.decompose import mean_eigenvalue
@@ -105,21 +105,23 @@ def reduce(
     at_once = transport.launch_sums(totals, measured.grad_correction)
     if at_once is not None:
         launched, fine = at_once
-        sent = transport.launch_rows(rows)
+        sent = launch_rows(transport, rows)
         counted = transport.sum("header", _header(ranks, measured, good & fine.to(good.device), error))
     else:
         groups, others = transport.pack(_over_terms(totals, measured.grad_correction))
         told = [group.means().sum(-1) for group in groups] + [value.sum()[None] for value in others.values()]
         header = _header(ranks, measured, good & _all_finite(told, good.device), error)
+        if ranks.plan.wire_dtype == "float16":
+            header += _traces(ranks, groups, others)
         if transport.program.header_first:  # float16 has little range: agree on divisors first
-            counted = transport.sum("header", header + _traces(ranks, groups, others))
+            counted = transport.sum("header", header)
             names = _scaled_names(ranks)
             scales = Scales({name: i for i, name in enumerate(names)}, _power_of_two(counted[-len(names) :]))
             groups = [replace(g, flat=g.flat / scales.of(g.names, g.flat.dtype)) for g in groups]
             others = {name: value / scales.each[scales.index[name]] for name, value in others.items()}
         for group in groups:
             others |= group.parts()
-        launched, sent = transport.launch_rest(others), transport.launch_rows(rows)
+        launched, sent = transport.launch_rest(others), launch_rows(transport, rows)
         if not transport.program.header_first:
             counted = transport.sum("header", header)
     received = transport.finish_factors(launched)
@@ -183,7 +185,7 @@ def _divided(
             value = value.to(dtype_of(spec.dtype)).view(spec.grad_shape)
             value = value if scales is None else value * scales.each[scales.index[item]]
             moments[item[0]] = batch_factors.batch_factor("moments", value, 1.0, scale)
-    by_rows = transport.finish_rows(sent, lambda p: counts.scale_of(p.key, ranks.index[p.layer], scale))
+    by_rows = finish_rows(transport, sent, lambda p: counts.scale_of(p.key, ranks.index[p.layer], scale))
     for name, factor in by_rows.items():
         add([name], factor, mean_eigenvalue(factor))
     own = [name for name in ranks.by_name if ranks.measures_alone(name) and name in measured.layers]

@@ -7,6 +7,7 @@ and capture streams.
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,30 +33,69 @@ def _common_stream(device: torch.device) -> torch.cuda.Stream:
     return _STREAMS[device]
 
 
+class Pieces:
+    """CUDA graphs, and what is launched between them at each replay."""
+
+    def __init__(self, pool: Any, device: torch.device) -> None:
+        self._pool, self._device, self._work = pool, device, list[Callable[[], Any]]()
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self._work.append(self._graph.replay)
+        self._graph.capture_end()
+
+    def cut(self, work: Callable[[], Any]) -> None:
+        self.end()
+        self._work.append(work)
+        self.begin()
+        torch.zeros(1, device=self._device)  # torch warns of an empty graph
+
+    def replay(self) -> None:
+        for work in self._work:
+            work()
+
+
+_CAPTURING = threading.local()
+
+
+def runs_between_graphs(work: Callable[[], Any]) -> bool:
+    """If a graph is being captured in this thread, end it, begin another, and have ``work`` run between the two at each
+    replay; else return False. The memory that the work uses must be kept alive by the work."""
+    pieces: Pieces | None = getattr(_CAPTURING, "pieces", None)
+    if pieces is not None:
+        pieces.cut(work)
+    return pieces is not None
+
+
 def capture(
     function: Callable[[], Any], pool: Any, device: torch.device, stream: torch.cuda.Stream | None = None
-) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a CUDA graph of what a function launches on a device, and what it returned. Nothing is executed.
+) -> tuple[Pieces, Any]:
+    """Return CUDA graphs of what a function launches on a device, and what it returned. Nothing is executed.
 
     Unlike ``torch.cuda.graph`` it does not empty the cache of the allocator, which the next step needs again.
     """
-    graph = torch.cuda.CUDAGraph()
+    pieces = Pieces(pool, device)
     stream = _common_stream(device) if stream is None else stream
     stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
     gc.disable()  # collecting another graph would free its memory, which invalidates the capture
     try:
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            pieces.begin()
+            _CAPTURING.pieces = pieces
             try:
                 found = function()
             finally:
-                graph.capture_end()
+                _CAPTURING.pieces = None
+                pieces.end()
     finally:
         if collects:
             gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
-    return graph, found
+    return pieces, found
 
 
 class GraphPool:
@@ -66,9 +106,9 @@ class GraphPool:
 
     def __init__(self, *, own_stream: bool = False) -> None:
         self._own_stream = own_stream
-        self._places: dict[torch.device, tuple[Any, torch.cuda.Stream | None, torch.cuda.CUDAGraph]] = {}
+        self._places: dict[torch.device, tuple[Any, torch.cuda.Stream | None, Pieces]] = {}
 
-    def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[Pieces, Any]:
         """Return a graph in this pool. A first one is kept, so that the pool survives when all others are freed."""
         if device not in self._places:
             stream = own_stream(device) if self._own_stream else None
@@ -84,7 +124,7 @@ class GraphedFunction:
 
     def __init__(self, pool: GraphPool | None = None) -> None:
         self._key: list[Any] | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Pieces | None = None
         self._found: Any = None
         self._pool, self._is_refused = GraphPool() if pool is None else pool, False
 

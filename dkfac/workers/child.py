@@ -19,7 +19,7 @@ from dkfac.capture.collector import Collector
 from dkfac.capture.hooks import CaptureContext
 from dkfac.config.settings import Settings
 from dkfac.decompose import layer_factors
-from dkfac.decompose.refresh_sync import pack_decomposition
+from dkfac.decompose.sent_decompositions import pack_decomposition
 from dkfac.factors.batch_factors import by_layer_and_key, finish_alone
 from dkfac.factors.layer_state import Average, LayerState, whole_means
 from dkfac.layers.find import find_layers, unwrap

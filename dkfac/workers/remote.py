@@ -17,7 +17,7 @@ from torch import Tensor
 from dkfac.comm.transport import Transport
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.config.step_context import StepContext
-from dkfac.decompose import layer_damping, layer_factors, refresh_sync
+from dkfac.decompose import layer_damping, layer_factors, sent_decompositions
 from dkfac.decompose.fallback import Outcome
 from dkfac.decompose.report import RefreshReport
 from dkfac.factors.layer_state import LayerState
@@ -165,7 +165,7 @@ def _adopt(
             flat = torch.cat([flats[key].reshape(-1), means[key].reshape(-1)]).to(flat)
         flat = transport.broadcast(flat)
         is_inverse = settings.uses_inverses or outcomes[key] == "cholesky"
-        found[key] = refresh_sync.unpack_decomposition(
+        found[key] = sent_decompositions.unpack_decomposition(
             flat[:size], factor, is_inverse=is_inverse, packed=settings.uses_inverses
         )
         state.means[key] = flat[size:].clone()

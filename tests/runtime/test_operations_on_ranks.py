@@ -12,8 +12,13 @@ from dkfac import KFAC
 
 FIXED = {"announce": False, "warmup_refresh": None, "factor_interval": 2, "inverse_interval": 4, "solver": "warm-eigen"}
 MEASURES, REFRESHES, ORDINARY = 10, 12, 11
-VIEWS = ("aten::view", "aten::select", "aten::slice", "aten::split", "aten::unbind", "aten::detach", "aten::alias",
-         "aten::as_strided", "aten::_unsafe_view", "aten::diagonal", "aten::transpose")  # fmt: skip
+OF_A_LAYER = 2
+"""One operation for each factor of a layer says whether its decomposition is valid."""
+VIEWS = (
+    "aten::promote_types", "aten::view", "aten::select", "aten::slice", "aten::split", "aten::unbind", "aten::detach",
+    "aten::alias", "aten::as_strided", "aten::_unsafe_view", "aten::diagonal", "aten::transpose",
+)  # fmt: skip
+"""Operations that launch nothing."""
 
 
 class Counter(TorchDispatchMode):
@@ -56,3 +61,12 @@ def test_a_measuring_step_adds_as_many_operations_for_many_layers_as_for_few(str
         return [found[MEASURES] - found[ORDINARY] for found in ranks]
 
     assert added(12) == added(8)
+
+
+def test_a_refresh_adds_hardly_more_operations_for_many_layers_than_for_few():
+    def added(num_layers):
+        ranks = on_threads(2, lambda rank: counts(rank, num_layers, strategy="comm-opt"))
+        return [found[REFRESHES] - found[MEASURES] for found in ranks]
+
+    few, many = added(8), added(12)
+    assert all(after <= before + 4 * OF_A_LAYER for before, after in zip(few, many, strict=True))
