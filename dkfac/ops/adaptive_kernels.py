@@ -3,8 +3,8 @@
 Input: tables with the addresses of the layers' tensors. Output: moments, updates and values per layer, in place. Owns:
 nothing. ``adaptive_passes.py`` and ``precondition/adaptive.py`` have the same in plain torch.
 
-Tensors are cut in chunks of ``CHUNK`` elements, or tiles of ``DOWN x ACROSS``, each processed by one program. Programs
-write partial sums, which the next kernel adds up in a fixed order. If ``good`` is False, gradients count as zeros.
+Layers are cut in chunks of ``CHUNK`` elements, each processed by one program. Programs write partial sums, which the
+next kernel adds up in a fixed order. If ``good`` is False, gradients count as zeros.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-CHUNK, BLOCK = 4096, 1024
-DOWN, ACROSS = 32, 128
-LAYER_FIELDS, PIECE_FIELDS = 16, 16
-(GRADIENT, MOMENTUM, SQUARE, SIZE, FIRST_CHUNK, CHUNKS, MEAN_WEIGHT, SQUARE_WEIGHT, LOG_DAMPING, LOG_LENGTH, ELEMENTS,
- FIRST_TILE, TILES) = range(13)  # fmt: skip
-"""Fields of a layer. ``MOMENTUM``: address of the one in the eigenbasis, or its offset in working memory."""
-VALUES = 8
-TOTAL, LEVEL, SHIFT, BOUND, LARGEST = range(5)
-"""Values of a layer while it is stepped: sum and mean of its second moments, what is added to them before the square
-root, and bounds on elements of its update and of Adam's."""
+PER_PROGRAM = {"CHUNK": 4096, "BLOCK": 1024}
+"""Elements that a program processes, and how many of them at once."""
+NUM_VALUES = 8
+"""Of a layer while it is stepped: sum and mean of its second moments, what is added to them before the square root, and
+bounds on elements of its update and of Adam's; the rest is not used."""
+
+# Fields of a layer, 16 of 64 bits: 0-2 addresses of gradient, momentum (or its offset in working memory) and second
+# moment; 3 size; 4, 5 its first chunk and their number; 6-9 addresses of the moments' weights and of the logarithms of
+# damping and length; 10 elements without padding; 11, 12 its first tile of Adam's length and their number.
 
 
-def _total_kernel(  # type: ignore[no-untyped-def]
+def total_kernel(  # type: ignore[no-untyped-def]
     layers, chunks, partial, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
     # Sum of the second moments.
@@ -44,7 +43,7 @@ def _total_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + tl.program_id(0), tl.sum(total))
 
 
-def _open_kernel(layers, partial, values, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def open_kernel(layers, partial, values, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     # Sum and mean of the second moments, and what the last damping adds to them.
     meta = layers + tl.program_id(0) * 16
     first = tl.load(meta + 4)
@@ -62,7 +61,7 @@ def _open_kernel(layers, partial, values, BLOCK: tl.constexpr):  # type: ignore[
     tl.store(values + 2, tl.maximum(tl.exp(2 * damping) * level, 1.1754943508222875e-38))
 
 
-def _judge_kernel(  # type: ignore[no-untyped-def]
+def judge_kernel(  # type: ignore[no-untyped-def]
     layers, chunks, values, work, good, partial,
     WORKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +118,7 @@ def _judge_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + 7, tl.sum(gg))
 
 
-def _follow_kernel(  # type: ignore[no-untyped-def]
+def follow_kernel(  # type: ignore[no-untyped-def]
     layers, partial, values, good, keep, keep_square, less, less_square, ratio, surprise,
     RATE: tl.constexpr, MARGIN: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, AGREEMENT: tl.constexpr,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, SETTLE: tl.constexpr, RECOVER: tl.constexpr, OPPOSED: tl.constexpr,
@@ -210,7 +209,7 @@ def _follow_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + 4, most)
 
 
-def _update_kernel(  # type: ignore[no-untyped-def]
+def update_kernel(  # type: ignore[no-untyped-def]
     layers, chunks, values, work, good, partial, keep, keep_square,
     NESTEROV: tl.constexpr, WORKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +254,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + tl.program_id(0) * 2 + 1, tl.sum(mm))
 
 
-def _close_kernel(  # type: ignore[no-untyped-def]
+def close_kernel(  # type: ignore[no-untyped-def]
     layers, partial, lengths, order, before, scales, sane, after, ADAM: tl.constexpr, BLOCK: tl.constexpr
 ):
     # The factor that gives an update the length of the optimizer's own, and whether the update is finite.
@@ -285,98 +284,3 @@ def _close_kernel(  # type: ignore[no-untyped-def]
     tl.store(scales + index, scale)
     tl.store(sane + index, is_sane)
     tl.store(after + index, tl.where(is_sane, found, tl.load(before + index)))
-
-
-def _sides_kernel(  # type: ignore[no-untyped-def]
-    pieces, tiles, work, good, row_sums, column_sums, keep,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    # Copy the momentum and update it, in the basis of the weights; sum squared gradients over rows and columns.
-    tiles += tl.program_id(0) * 3
-    meta = pieces + tl.load(tiles) * 16
-    down = tl.load(tiles + 1)
-    across = tl.load(tiles + 2)
-    gradient = tl.load(meta).to(tl.pointer_type(tl.float32))
-    mean = tl.load(meta + 1).to(tl.pointer_type(tl.float32))
-    copy = (tl.load(meta + 11) + work.to(tl.int64)).to(tl.pointer_type(tl.float32))
-    rows = tl.load(meta + 4).to(tl.int32)
-    columns = tl.load(meta + 5).to(tl.int32)
-    if ALIGNED:
-        copy = tl.multiple_of(copy, 16)
-        gradient = tl.multiple_of(gradient, 16)
-        mean = tl.multiple_of(mean, 16)
-        columns = tl.multiple_of(columns, 4)
-    row = down * DOWN + tl.arange(0, DOWN)
-    column = across * ACROSS + tl.arange(0, ACROSS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    is_good = tl.load(good)
-    g = tl.load(gradient + place, mask=inside, other=0.0)
-    g = tl.where(is_good, g, 0.0)
-    m = tl.load(mean + place, mask=inside, other=0.0)
-    tl.store(copy + place, m, mask=inside)
-    tl.store(mean + place, m * tl.where(is_good, keep, 1.0) + g, mask=inside)
-    g = g * g
-    tl.store(row_sums + tl.load(meta + 6) + across * rows + row, tl.sum(g, 1), mask=row < rows)
-    tl.store(column_sums + tl.load(meta + 7) + down * columns + column, tl.sum(g, 0), mask=column < columns)
-
-
-def _collect_kernel(  # type: ignore[no-untyped-def]
-    pieces, good, row_sums, column_sums, totals, keep_square, BLOCK: tl.constexpr
-):
-    # Update the second moments of rows, or of columns, with the sums of the tiles; and sum those of rows.
-    piece = tl.program_id(0) // 2
-    side = tl.program_id(0) % 2
-    meta = pieces + piece * 16
-    rows = tl.load(meta + 4).to(tl.int32)
-    columns = tl.load(meta + 5).to(tl.int32)
-    size = tl.where(side == 0, rows, columns)
-    parts = tl.load(meta + 8 + side).to(tl.int32)
-    moments = tl.load(meta + 2 + side).to(tl.pointer_type(tl.float32))
-    sums = tl.where(side == 0, row_sums.to(tl.int64), column_sums.to(tl.int64)).to(tl.pointer_type(tl.float32))
-    sums += tl.load(meta + 6 + side)
-    keep = tl.where(tl.load(good), keep_square, 1.0)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, size, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        found = tl.load(moments + place, mask=place < size, other=0.0) * keep
-        for part in range(parts):
-            found += tl.load(sums + part * size + place, mask=place < size, other=0.0)
-        tl.store(moments + place, found, mask=place < size)
-        total += found
-    if side == 0:
-        tl.store(totals + piece, tl.sum(total))
-
-
-def _length_kernel(  # type: ignore[no-untyped-def]
-    pieces, tiles, layers, values, totals, lengths, eps,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    # Sum the squares of Adam's update in the basis of the weights.
-    tiles += tl.program_id(0) * 3
-    piece = tl.load(tiles)
-    meta = pieces + piece * 16
-    layer = tl.load(meta + 10)
-    tiny = 1.1754943508222875e-38
-    mean = tl.load(meta + 1).to(tl.pointer_type(tl.float32))
-    rows = tl.load(meta + 4).to(tl.int32)
-    columns = tl.load(meta + 5).to(tl.int32)
-    if ALIGNED:
-        mean = tl.multiple_of(mean, 16)
-        columns = tl.multiple_of(columns, 4)
-    row = tl.load(tiles + 1) * DOWN + tl.arange(0, DOWN)
-    column = tl.load(tiles + 2) * ACROSS + tl.arange(0, ACROSS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    m = tl.load(mean + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    of_rows = tl.load(meta + 2).to(tl.pointer_type(tl.float32))
-    of_columns = tl.load(meta + 3).to(tl.pointer_type(tl.float32))
-    mean_weight = tl.load(tl.load(layers + layer * 16 + 6).to(tl.pointer_type(tl.float32)))
-    square_weight = tl.load(tl.load(layers + layer * 16 + 7).to(tl.pointer_type(tl.float32)))
-    most = tl.load(values + layer * 8 + 4)
-    total = tl.maximum(tl.load(totals + piece), tiny) * tl.maximum(square_weight, tiny)
-    down = tl.sqrt_rn(tl.load(of_rows + row, mask=row < rows, other=0.0) / total)
-    across = tl.sqrt_rn(tl.load(of_columns + column, mask=column < columns, other=0.0))
-    second = down[:, None] * across[None, :] + eps
-    u = m / (second * tl.maximum(mean_weight, tiny))
-    u = tl.where(u > most, most, tl.where(u < -most, -most, u))
-    tl.store(lengths + tl.program_id(0), tl.sum(tl.where(inside, u * u, 0.0)))

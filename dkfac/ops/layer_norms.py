@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from dkfac.ops import kernels
-from dkfac.ops.many import table
+from dkfac.ops.many import on_device
 
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-CHUNK, BLOCK = 4096, 1024
-"""Elements that a program sums, and of one step of it."""
+SUMMED = {"CHUNK": 4096, "BLOCK": 1024}
+"""Elements that a program sums, and how many of them at once."""
 
 
 class LayerNorms:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         device, rows, chunks = tensors[0].device, [], list[list[int]]()
         for i, tensor in enumerate(tensors):
-            number = -(-tensor.numel() // CHUNK)
+            number = -(-tensor.numel() // SUMMED["CHUNK"])
             rows.append([tensor.data_ptr(), tensor.numel(), len(chunks), number])
             chunks += [[i, n] for n in range(number)]
         self._is_aligned = not any(row[0] % 16 or row[1] % 4 for row in rows)
-        self._rows, self._chunks = table(rows, device), table(chunks, device, torch.int32)
+        self._rows, self._chunks = on_device(rows, device), on_device(chunks, device, torch.int32)
         self._count, self._programs = len(rows), len(chunks)
 
     def write(self, norms: Tensor, good: Tensor) -> None:
@@ -37,13 +37,30 @@ class LayerNorms:
         partial = torch.empty(self._programs, dtype=torch.float32, device=norms.device)
         kernels.launch_kernel(
             _squares_kernel, self._programs, self._rows, self._chunks, partial,
-            CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=int(self._is_aligned),
+            **SUMMED, ALIGNED=int(self._is_aligned),
         )  # fmt: skip
         kernels.launch_kernel(_norms_kernel, self._count, self._rows, partial, norms, BLOCK=256)
         kernels.launch_kernel(_good_kernel, 1, norms, good, self._count, BLOCK=256)
 
 
+def write_totals(before: Tensor, after: Tensor, totals: Tensor) -> None:
+    """Write the norms of all gradients and of all updates, of which these are the layers' norms."""
+    kernels.launch_kernel(_totals_kernel, 2, before, after, totals, len(before), BLOCK=256)
+
+
 # Kernels.
+
+
+def _totals_kernel(before, after, totals, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, count, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        if tl.program_id(0) == 0:
+            found = tl.load(before + place, mask=place < count, other=0.0)
+        else:
+            found = tl.load(after + place, mask=place < count, other=0.0)
+        total += found * found
+    tl.store(totals + tl.program_id(0), tl.sqrt_rn(tl.sum(total)))
 
 
 def _squares_kernel(  # type: ignore[no-untyped-def]

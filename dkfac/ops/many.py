@@ -62,7 +62,7 @@ def describe(
         rows.append([one.numel(), slot, flag, begins, *sizes[1:], *mine, *yours, programs])
         most = max(most, DIMS - lack)
     device = inner[0].device if inner else torch.device("cpu")
-    return Items(table(rows, device).view(-1, FIELDS), table(tiles, device, torch.int32), most)
+    return Items(on_device(rows, device).view(-1, FIELDS), on_device(tiles, device, torch.int32), most)
 
 
 def _reach(tensor: Tensor) -> int:
@@ -86,7 +86,7 @@ def on_its_way(numbers: Sequence[float], device: torch.device, dtype: torch.dtyp
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def table(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def on_device(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers on a device, one row after the other, without synchronizing with it."""
     return on_its_way([n for row in rows for n in row], device, dtype).to(device, non_blocking=True)
 

@@ -1,7 +1,7 @@
 """Multiply strips of many tensors by square matrices, in place and in few launches: Triton only.
 
-Input: jobs: a strip of a tensor at a fixed address, and the matrix that its rows or columns are multiplied by. Output:
-the products, in place. Owns: tables of addresses.
+Input: strips of tensors at fixed addresses, and the matrices that their rows or columns are multiplied by. Output: the
+products, in place. Owns: tables of addresses.
 
 A strip has ``lines`` vectors of ``width`` elements, which is also the size of the matrix: the rows of a strip that is
 multiplied from the right, the columns of one that is multiplied from the left. A program reads all of its vectors
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dkfac.ops import kernels
-from dkfac.ops.many import table
+from dkfac.ops.many import on_device
 
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
@@ -31,7 +31,7 @@ MOST_WIDTH = max(WIDTHS)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Strip:
     address: int
     """Of the strip; or, ``in_work``, its offset in bytes in the working memory that the launch is given."""
     matrix: int
@@ -46,9 +46,9 @@ class Job:
 class Products:
     """What one launch multiplies."""
 
-    jobs: Tensor
+    strips: Tensor
     tiles: Tensor
-    """``[programs, 2]``: the job, and which of its lines."""
+    """``[programs, 2]``: the strip, and which of its lines."""
     constants: dict[str, int]
 
 
@@ -60,19 +60,23 @@ def constants_of(size: int, is_aligned: bool) -> dict[str, int]:
     return found | {"DEPTH": 16 if width <= 16 else 32, "num_warps": 8 if width > 64 else 4}
 
 
-def describe_products(jobs: Iterable[Job], device: torch.device, *, left: bool) -> list[Products]:
-    """Return the launches for jobs, all of which are multiplied from the same side, by kinds of width."""
-    kinds: dict[tuple[int, bool], list[Job]] = {}
-    for job in jobs:
-        is_aligned = job.address % 16 == job.matrix % 16 == job.lines % 4 == job.width % 4 == job.stride % 4 == 0
-        kinds.setdefault((min(size for size in WIDTHS if job.width <= size), is_aligned), []).append(job)
+def describe_products(strips: Iterable[Strip], device: torch.device, *, left: bool) -> list[Products]:
+    """Return the launches for strips, all of which are multiplied from the same side, by kinds of width."""
+    kinds: dict[tuple[int, bool], list[Strip]] = {}
+    for strip in strips:
+        is_aligned = (
+            strip.address % 16 == strip.matrix % 16 == strip.lines % 4 == strip.width % 4 == strip.stride % 4 == 0
+        )
+        kinds.setdefault((min(size for size in WIDTHS if strip.width <= size), is_aligned), []).append(strip)
     found = []
     for (size, is_aligned), mine in sorted(kinds.items()):
         constants = constants_of(size, is_aligned)
         lines = constants["LINES"]
         rows = [[j.address, j.matrix, j.lines, j.width, j.stride, int(j.in_work), 0, 0] for j in mine]
-        tiles = [[i, tile] for i, job in enumerate(mine) for tile in range(-(-job.lines // lines))]
-        found.append(Products(table(rows, device), table(tiles, device, torch.int32), constants | {"LEFT": int(left)}))
+        tiles = [[i, tile] for i, strip in enumerate(mine) for tile in range(-(-strip.lines // lines))]
+        found.append(
+            Products(on_device(rows, device), on_device(tiles, device, torch.int32), constants | {"LEFT": int(left)})
+        )
     return found
 
 
@@ -80,22 +84,22 @@ def multiply_tiles(products: Sequence[Products], work: Tensor, *, back: bool) ->
     """Replace each vector of a strip by ``vector @ matrix``, or with ``back`` by ``vector @ matrix.T``."""
     for each in products:
         kernels.launch_kernel(
-            _product_kernel, len(each.tiles) // 2, each.jobs, each.tiles, work, BACK=int(back), **each.constants
+            _product_kernel, len(each.tiles) // 2, each.strips, each.tiles, work, BACK=int(back), **each.constants
         )
 
 
 def _product_kernel(  # type: ignore[no-untyped-def]
-    jobs, tiles, work,
+    strips, tiles, work,
     LEFT: tl.constexpr, BACK: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
     EXTRA: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    jobs += tl.load(tiles + 2 * tl.program_id(0)) * 8
+    strips += tl.load(tiles + 2 * tl.program_id(0)) * 8
     begin = tl.load(tiles + 2 * tl.program_id(0) + 1) * LINES
-    strip = (tl.load(jobs) + tl.load(jobs + 5) * work.to(tl.int64)).to(tl.pointer_type(tl.float32))
-    matrix = tl.load(jobs + 1).to(tl.pointer_type(tl.float32))
-    lines = tl.load(jobs + 2).to(tl.int32)
-    width = tl.load(jobs + 3).to(tl.int32)
-    stride = tl.load(jobs + 4).to(tl.int32)
+    strip = (tl.load(strips) + tl.load(strips + 5) * work.to(tl.int64)).to(tl.pointer_type(tl.float32))
+    matrix = tl.load(strips + 1).to(tl.pointer_type(tl.float32))
+    lines = tl.load(strips + 2).to(tl.int32)
+    width = tl.load(strips + 3).to(tl.int32)
+    stride = tl.load(strips + 4).to(tl.int32)
     if ALIGNED:
         strip = tl.multiple_of(strip, 16)
         matrix = tl.multiple_of(matrix, 16)

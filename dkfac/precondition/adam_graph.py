@@ -22,11 +22,11 @@ from dkfac.config.settings import Settings
 from dkfac.config.step_context import StepContext
 from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
-from dkfac.layers.layer import Layer
 from dkfac.ops import many
 from dkfac.ops.precision import tf32
 from dkfac.precondition import adam_eigen, adaptive, adaptive_steps
 from dkfac.precondition.adaptive_steps import AdaptiveSteps
+from dkfac.precondition.buffer_items import describe_parameters, describe_together, pairs_of
 
 
 class AdamSteps:
@@ -88,9 +88,9 @@ class AdamSteps:
         self.parameters = given
         if self._places != places or memory is not self._memory:
             self._places, self._memory = places, memory
-            self._items, self._together = _describe(stacks, given), None
+            self._items, self._together = describe_parameters(stacks, given), None
             if self._items is not None and memory is not None and settings.adapts_damping:
-                self._together = _together(stacks, given)
+                self._together = describe_together(stacks, given)
             device = stacks[0].device
             self._pointers = torch.tensor([p.data_ptr() for p in given], dtype=torch.int64, device=device)
             self._rates = torch.zeros(3, len(given), dtype=stacks[0].dtype, device=device)
@@ -129,7 +129,7 @@ class AdamSteps:
         if is_known and not any(map(operator.is_not, kept, self._kept)):
             return
         self._kept, self._alike, self.adaptive = kept, alike, None
-        if self._together is not None and adaptive_steps.are_usable(stacks, states):
+        if self._together is not None and adaptive_steps.can_step(stacks, states):
             self.adaptive = AdaptiveSteps(stacks, states, self._rules, may_round)
 
     def _warn(self, what: str) -> None:
@@ -174,7 +174,7 @@ class AdamSteps:
         begin = 0
         flags = torch.split(sane, [stack.num_layers for stack in stacks])
         for i, (stack, update, healthy) in enumerate(zip(stacks, updates, flags, strict=True)):
-            pairs = _pairs(stack, update)
+            pairs = pairs_of(stack, update)
             rates = self._rates[:, begin : begin + len(pairs)]
             begin += len(pairs)
             if self._items is not None:
@@ -184,37 +184,3 @@ class AdamSteps:
             for n, (j, _, p, part) in enumerate(pairs):
                 p.mul_(torch.where(good, rates[1, n], 1.0))
                 p.sub_(torch.where(good & healthy[j], rates[0, n] * part, 0))
-
-
-def _pairs(stack: Stack, grads: Tensor) -> list[tuple[int, Layer, Tensor, Tensor]]:
-    """Return the parameters that have gradients, with their views of a tensor shaped like the stack's buffer."""
-    return [
-        (i, layer, p, part)
-        for i, (layer, parts) in enumerate(stack.parts(grads))
-        for p, part in zip(layer.parameters(), parts, strict=True)
-        if p.grad is not None
-    ]
-
-
-def _together(stacks: list[Stack], parameters: list[Tensor]) -> many.Items | None:
-    """Return the mapping between parameters and the memory of all buffers. Layers are counted over all stacks."""
-    inner, index, first = list[Tensor](), list[int](), 0
-    for stack in stacks:
-        for i, _, _, part in _pairs(stack, stack.buffer):
-            inner.append(part)
-            index.append(first + i)
-        first += stack.num_layers
-    return many.describe(parameters, inner, range(len(inner)), index)
-
-
-def _describe(stacks: list[Stack], parameters: list[Tensor]) -> list[many.Items] | None:
-    if not many.are_usable(*(stack.buffer for stack in stacks), *parameters):
-        return None
-    found, begin = list[many.Items | None](), 0
-    for stack in stacks:
-        pairs = _pairs(stack, stack.buffer)
-        slots = range(begin, begin + len(pairs))
-        begin += len(pairs)
-        inner, outer = [part for *_, part in pairs], [p for *_, p, _ in pairs]
-        found.append(many.describe(outer, inner, slots, [i for i, *_ in pairs], int(stack.buffer.storage_offset())))
-    return None if any(items is None for items in found) else [items for items in found if items is not None]

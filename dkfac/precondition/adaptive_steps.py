@@ -19,14 +19,15 @@ from torch import Tensor
 from dkfac.config.optimizer_rules import Rule
 from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
+from dkfac.ops import adam_length_kernels as adam
 from dkfac.ops import adaptive_kernels as passes
 from dkfac.ops import many, tile_products
 from dkfac.ops.decompose import Eigen
 from dkfac.ops.kernels import launch_kernel
-from dkfac.ops.many import table
+from dkfac.ops.many import on_device
 from dkfac.ops.precision import tf32
 from dkfac.ops.precondition import INPUT_KEYS, OUTPUT_KEYS, of_side, rotate
-from dkfac.ops.tile_products import Job
+from dkfac.ops.tile_products import Strip
 from dkfac.precondition import adam_eigen, adaptive
 
 MOST_WORK = 2**25
@@ -37,7 +38,7 @@ CONSTANTS = {
 }
 
 
-def are_usable(stacks: Sequence[Stack], states: dict[str, LayerState]) -> bool:
+def can_step(stacks: Sequence[Stack], states: dict[str, LayerState]) -> bool:
     tensors = [t for s in stacks for name in ("momentum", "moments") for t in s.moments(states, name)]
     tensors += [t for stack in stacks for t in stack.adaptive(states)]
     return many.are_usable(*tensors, *(s.buffer for s in stacks)) and all(t.is_contiguous() for t in tensors)
@@ -108,12 +109,12 @@ class _Batch:
         self._rule, self._device = rule, stacks[0].device
         self._is_adam = rule.length == "adam"
         self._work = _size(stacks) if self._is_adam else 0
-        self._constants = {"ALIGNED": int(_is_aligned(stacks[0])), "CHUNK": passes.CHUNK, "BLOCK": passes.BLOCK}
-        self._tile_constants = {"DOWN": passes.DOWN, "ACROSS": passes.ACROSS, "ALIGNED": self._constants["ALIGNED"]}
+        self._constants = {"ALIGNED": int(_is_aligned(stacks[0])), **passes.PER_PROGRAM}
+        self._tile_constants = {"ALIGNED": self._constants["ALIGNED"], **adam.PER_TILE}
         self._others: list[tuple[Tensor, int, dict[str, Eigen], bool]] = []
         """Stacks whose products are torch's: buffer, place in working memory, bases, whether they may be rounded."""
         layers, chunks, pieces, tiles, order = (list[Any]() for _ in range(5))
-        jobs: dict[str, list[Job]] = {"right": [], "left": []}
+        strips: dict[str, list[Strip]] = {"right": [], "left": []}
         offset = row_sums = column_sums = 0
         for stack in stacks:
             momentum, mean_weight = stack.moments(states, "momentum")
@@ -122,9 +123,9 @@ class _Batch:
             size = 4 * stack.elements_laid_out
             (down, across), vectors = stack.padded, (mean_weight, square_weight, log_damping, log_length)
             for n in range(stack.num_layers):
-                number, first_tile = -(-stack.elements_laid_out // passes.CHUNK), len(tiles)
+                number, first_tile = -(-stack.elements_laid_out // passes.PER_PROGRAM["CHUNK"]), len(tiles)
                 for block in range(n * stack.blocks, (n + 1) * stack.blocks) if self._is_adam else ():
-                    grid = -(-down // passes.DOWN), -(-across // passes.ACROSS)
+                    grid = -(-down // adam.PER_TILE["DOWN"]), -(-across // adam.PER_TILE["ACROSS"])
                     tiles += [[len(pieces), i, j] for i in range(grid[0]) for j in range(grid[1])]
                     part = 4 * block * down * across
                     addresses = [stack.buffer.data_ptr() + part, momentum.data_ptr() + part]
@@ -142,19 +143,19 @@ class _Batch:
                 order.append([places[stack] + n])
             in_use = adam_eigen.bases(stack, states)
             if may_round(stack) and _are_tiles(in_use):
-                _add_jobs(jobs, stack, in_use, offset if self._is_adam else None)
+                _add_strips(strips, stack, in_use, offset if self._is_adam else None)
             elif in_use:
                 self._others.append((stack.buffer, offset // 4, in_use, may_round(stack)))
             offset += size * stack.num_layers
         self._num_layers, self._num_chunks, self._num_pieces = len(layers), len(chunks), len(pieces)
         self._sums = row_sums, column_sums
-        self._layers, self._chunks = table(layers, self._device), table(chunks, self._device, torch.int32)
-        self._pieces, self._tiles = table(pieces, self._device), table(tiles, self._device, torch.int32)
-        self._num_tiles, self._order = len(tiles), table(order, self._device)
+        self._layers, self._chunks = on_device(layers, self._device), on_device(chunks, self._device, torch.int32)
+        self._pieces, self._tiles = on_device(pieces, self._device), on_device(tiles, self._device, torch.int32)
+        self._num_tiles, self._order = len(tiles), on_device(order, self._device)
         self._products = [
-            tile_products.describe_products(found, self._device, left=side == "left") for side, found in jobs.items()
+            tile_products.describe_products(found, self._device, left=side == "left") for side, found in strips.items()
         ]
-        back = {side: [job for job in found if not job.in_work] for side, found in jobs.items()}
+        back = {side: [strip for strip in found if not strip.in_work] for side, found in strips.items()}
         self._products_back = [
             tile_products.describe_products(found, self._device, left=side == "left") for side, found in back.items()
         ]
@@ -162,27 +163,31 @@ class _Batch:
     def run(self, good: Tensor, before: Tensor, scales: Tensor, sane: Tensor, after: Tensor) -> None:
         rule, flags, new = self._rule, self._constants, self._new
         layers, chunks, works = self._layers, self._chunks, {"WORKS": int(self._is_adam)}
-        work, values, partial = new(max(1, self._work)), new(self._num_layers, passes.VALUES), new(self._num_chunks, 8)
+        work, values, partial = (
+            new(max(1, self._work)),
+            new(self._num_layers, passes.NUM_VALUES),
+            new(self._num_chunks, 8),
+        )
         totals = self._adam_sums(work, good) if self._is_adam else values
         self._rotate(work)
-        launch_kernel(passes._total_kernel, self._num_chunks, layers, chunks, partial, **flags)
-        launch_kernel(passes._open_kernel, self._num_layers, layers, partial, values, BLOCK=128)
+        launch_kernel(passes.total_kernel, self._num_chunks, layers, chunks, partial, **flags)
+        launch_kernel(passes.open_kernel, self._num_layers, layers, partial, values, BLOCK=128)
         launch_kernel(
-            passes._judge_kernel, self._num_chunks, layers, chunks, values, work, good, partial, **flags, **works
+            passes.judge_kernel, self._num_chunks, layers, chunks, values, work, good, partial, **flags, **works
         )
         (keep, keep_square), ratio = rule.betas, rule.betas[0] ** 2 / max(rule.betas[1], 1e-12)
         follow = (keep, keep_square, 1 - keep, 1 - keep_square, ratio, adaptive.SURPRISE[rule.length])
         launch_kernel(
-            passes._follow_kernel, self._num_layers, layers, partial, values, good, *follow,
+            passes.follow_kernel, self._num_layers, layers, partial, values, good, *follow,
             **CONSTANTS, BOUNDED=int(ratio < 1), BLOCK=128,
         )  # fmt: skip
         lengths = self._adam_lengths(values, totals) if self._is_adam else values
         launch_kernel(
-            passes._update_kernel, self._num_chunks, layers, chunks, values, work, good, partial, keep, keep_square,
+            passes.update_kernel, self._num_chunks, layers, chunks, values, work, good, partial, keep, keep_square,
             NESTEROV=int(rule.nesterov), **flags, **works,
         )  # fmt: skip
         launch_kernel(
-            passes._close_kernel, self._num_layers, layers, partial, lengths, self._order, before, scales, sane, after,
+            passes.close_kernel, self._num_layers, layers, partial, lengths, self._order, before, scales, sane, after,
             ADAM=int(self._is_adam), BLOCK=128,
         )  # fmt: skip
         for buffer, _, in_use, rounds in self._others:
@@ -210,11 +215,11 @@ class _Batch:
         row_sums, column_sums, totals = (self._new(n) for n in (*self._sums, self._num_pieces))
         (keep, keep_square), constants = self._rule.betas, self._tile_constants
         launch_kernel(
-            passes._sides_kernel, self._num_tiles, self._pieces, self._tiles, work, good, row_sums, column_sums, keep,
+            adam.sides_kernel, self._num_tiles, self._pieces, self._tiles, work, good, row_sums, column_sums, keep,
             **constants,
         )  # fmt: skip
         launch_kernel(
-            passes._collect_kernel, 2 * self._num_pieces, self._pieces, good, row_sums, column_sums, totals,
+            adam.collect_kernel, 2 * self._num_pieces, self._pieces, good, row_sums, column_sums, totals,
             keep_square, BLOCK=128,
         )  # fmt: skip
         return totals
@@ -224,7 +229,7 @@ class _Batch:
         lengths = self._new(self._num_tiles)
         eps = self._rule.eps or torch.finfo(torch.float32).tiny
         launch_kernel(
-            passes._length_kernel, self._num_tiles, self._pieces, self._tiles, self._layers, values, totals, lengths,
+            adam.length_kernel, self._num_tiles, self._pieces, self._tiles, self._layers, values, totals, lengths,
             eps, **self._tile_constants,
         )  # fmt: skip
         return lengths
@@ -238,7 +243,7 @@ def _are_tiles(bases: dict[str, Eigen]) -> bool:
     )
 
 
-def _add_jobs(jobs: dict[str, list[Job]], stack: Stack, bases: dict[str, Eigen], offset: int | None) -> None:
+def _add_strips(strips: dict[str, list[Strip]], stack: Stack, bases: dict[str, Eigen], offset: int | None) -> None:
     """Add the products of a stack's gradients, and of momenta at an ``offset`` in working memory."""
     down, across = stack.padded
     for side, keys, lines, step in (("right", INPUT_KEYS, down, 1), ("left", OUTPUT_KEYS, across, across)):
@@ -251,7 +256,7 @@ def _add_jobs(jobs: dict[str, list[Job]], stack: Stack, bases: dict[str, Eigen],
                 place = 4 * (n // number * down * across + (begin + n % number * width) * step)
                 matrix = vectors.data_ptr() + 4 * n * width * width
                 given = matrix, lines, width, across
-                jobs[side].append(Job(stack.buffer.data_ptr() + place, *given))
+                strips[side].append(Strip(stack.buffer.data_ptr() + place, *given))
                 if offset is not None:
-                    jobs[side].append(Job(offset + place, *given, in_work=True))
+                    strips[side].append(Strip(offset + place, *given, in_work=True))
             begin += number * width

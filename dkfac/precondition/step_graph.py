@@ -11,7 +11,6 @@ replaced.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import warnings
 from collections.abc import Callable
@@ -27,16 +26,15 @@ from dkfac.factors.stacks import Stack, write_back
 from dkfac.ops import many
 from dkfac.ops.fused import finish_
 from dkfac.ops.graph_cache import GraphedFunction, GraphPool
-from dkfac.ops.layer_norms import LayerNorms
+from dkfac.ops.layer_norms import LayerNorms, write_totals
 from dkfac.ops.precision import tf32
 from dkfac.ops.torch_private import foreach_copy_
 from dkfac.precondition import gradient_norms, kronecker, trust_region
 from dkfac.precondition.adam_graph import AdamSteps
+from dkfac.precondition.buffer_items import describe_gradients, lay_out
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.step_length import scales_of
 
-ALIGNMENT = 128
-"""Elements, of buffers in common memory."""
 LARGE = 2**22
 """A gradient outside of the layers with at least this many elements is not copied but read where it is."""
 
@@ -61,9 +59,11 @@ class StepGraph:
         self._memory: Tensor | None = None
         """Memory of all buffers, if kernels can read it; the other parameters' is last."""
         self._layer_norms: LayerNorms | None = None
-        self._pointers = self._flat = self._good = self._before = self._told = self._rates = self._norms = torch.zeros(
-            0
-        )
+        self._absent: list[Tensor] = []
+        """Parts of the stacks' buffers whose parameters have no gradient."""
+        self._pointers = self._flat = self._good = self._before = self._told = self._rates = torch.zeros(0)
+        self._norms = torch.zeros(0)
+        """Of the layers' gradients, and of the other parameters' together."""
         self._is_told = False
 
     def begin(
@@ -84,7 +84,7 @@ class StepGraph:
         grads = [p.grad for p in self._used if p.grad is not None]
         forms = [(g.stride(), g.dtype) for g in grads]
         if forms != self._forms:
-            self._forms, self._items = forms, _describe(stacks, self._used, self._views)
+            self._forms, self._items = forms, describe_gradients(stacks, self._used, self._views)
         if self._items is None:
             self._copy_in(stacks)
         else:
@@ -92,10 +92,10 @@ class StepGraph:
         flat, good, before = self._flat, self._good, self._before
 
         def read() -> None:
+            for part in self._absent:
+                part.zero_()
             if self._items is not None and self._memory is not None:
                 many.gather_tensors(self._pointers, self._items[0], self._memory)
-                for part in self._absent:
-                    part.zero_()
             if self._layer_norms is not None:
                 self._layer_norms.write(self._norms, good)
                 return
@@ -121,16 +121,9 @@ class StepGraph:
         chosen = {id(p) for p in small}
         self._stacks, self._parameters, self._others, self._forms = stacks, given, small, []
         self._large = [p for p in rest if id(p) not in chosen]
-        sizes = [stack.num_layers * stack.elements_laid_out for stack in stacks] + [sum(p.numel() for p in small)]
-        begins = list(itertools.accumulate((size + -size % ALIGNMENT for size in sizes), initial=0))
-        self._memory = self._layer_norms = None
-        if many.are_usable(*(p for p in mine_first if p.grad is not None), torch.zeros(0, device=device, dtype=dtype)):
-            memory = self._memory = torch.zeros(begins[-1], device=device, dtype=dtype)
-            *parts, self._flat = (memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False))
-            for stack, part in zip(stacks, parts, strict=True):
-                stack.use(part)
-        else:
-            self._flat = torch.zeros(sizes[-1], device=device, dtype=dtype)
+        self._layer_norms = None
+        weights = [p for p in mine_first if p.grad is not None]
+        self._memory, self._flat = lay_out(stacks, weights, sum(p.numel() for p in small), self._memory)
         views = torch.split(self._flat, [p.numel() for p in small]) if small else ()
         self._views = [part.view(p.shape) for p, part in zip(small, views, strict=True)]
         for stack in stacks:
@@ -186,7 +179,7 @@ class StepGraph:
         def write() -> None:
             after = self._adam.take_adaptive(before, good) if settings.adapts_damping else None
             if after is not None:
-                told[:2] = torch.stack((before, after)).square().sum(1).sqrt()
+                write_totals(before, after, told)
                 self._put_others(before)
                 return
             if settings.takes_steps:
@@ -282,32 +275,3 @@ class StepGraph:
         elif self._others:
             never = torch.zeros(1, dtype=torch.bool, device=self._good.device)
             many.scatter(self._pointers, self._items[-1], self._flat, self._flat, scales, never, self._good)
-
-
-def _describe(stacks: list[Stack], used: list[Tensor], views: list[Tensor]) -> list[many.Items] | None:
-    """Return which gradients belong to which parts of the memory of all buffers, of each stack's buffer and, last, of
-    the other parameters' buffer.
-
-    ``used`` are the parameters, in this order. None if Triton is not available or a memory layout is not supported.
-    """
-    slots, found = {id(p): i for i, p in enumerate(used)}, list[many.Items | None]()
-    rest, every = dict(slots), list[Tensor]()
-    if not many.are_usable(*(stack.buffer for stack in stacks), *(p.grad for p in used if p.grad is not None)):
-        return None
-    for stack in stacks:
-        grads, inner, places, index = list[Tensor](), list[Tensor](), list[int](), list[int]()
-        for i, (layer, parts) in enumerate(stack.parts()):
-            for p, part in zip(layer.parameters(), parts, strict=True):
-                if p.grad is not None:
-                    grads.append(p.grad)
-                    inner.append(part)
-                    places.append(rest.pop(id(p)))
-                    index.append(i)
-        found.append(many.describe(grads, inner, places, index, int(stack.buffer.storage_offset())))
-        every += inner
-    others = [p.grad for p in used if id(p) in rest and p.grad is not None]
-    begin = int(views[0].storage_offset()) if views else 0
-    found.append(many.describe(others, views, list(rest.values()), [0] * len(others), begin))
-    grads = [p.grad for p in used if p.grad is not None]
-    found.insert(0, many.describe(grads, [*every, *views], range(len(grads)), [0] * len(grads)))
-    return None if any(items is None for items in found) else [items for items in found if items is not None]

@@ -8,7 +8,7 @@ import torch
 from helpers_kernels import assert_passes_interpreted, in_another_process
 
 from dkfac.ops import layer_norms, tile_products
-from dkfac.ops.tile_products import Job
+from dkfac.ops.tile_products import Strip
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -46,8 +46,8 @@ def test_strips_are_multiplied_where_they_are(device, shape, back):
         for piece in pieces:
             place = begin * (columns if side else 1)
             given = piece.data_ptr(), columns if side else rows, len(piece), columns
-            jobs.append(Job(memory[8 + place :].data_ptr(), *given))
-            jobs.append(Job(4 * (4 + place), *given, in_work=True))
+            jobs.append(Strip(memory[8 + place :].data_ptr(), *given))
+            jobs.append(Strip(4 * (4 + place), *given, in_work=True))
             begin += len(piece)
         products = tile_products.describe_products(jobs, torch.device(device), left=bool(side))
         tile_products.multiply_tiles(products, work, back=back)
@@ -72,6 +72,9 @@ def test_norms_and_whether_they_are_finite(device):
     found.write(norms, good)
     torch.testing.assert_close(norms, torch.stack([t.norm() for t in tensors]))
     assert good
+    totals = torch.zeros(3, device=device)
+    layer_norms.write_totals(norms, 2 * norms, totals)
+    torch.testing.assert_close(totals, torch.stack([norms.norm(), 2 * norms.norm(), torch.zeros((), device=device)]))
     for bad in (torch.nan, torch.inf):
         tensors[1][4999] = bad
         found.write(norms, good)
@@ -89,11 +92,11 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dkfac.ops import adaptive_kernels, kernels, layer_norms, tile_products
+from dkfac.ops import adam_length_kernels, adaptive_kernels, kernels, layer_norms, tile_products
 from dkfac.precondition.adaptive_steps import CONSTANTS
 
 KINDS = dict.fromkeys(("keep", "keep_square", "less", "less_square", "ratio", "surprise", "eps"), "fp32")
-KINDS |= dict.fromkeys(("layers", "pieces", "jobs", "rows", "order"), "*i64") | {"chunks": "*i32", "tiles": "*i32"}
+KINDS |= dict.fromkeys(("layers", "pieces", "strips", "rows", "order"), "*i64") | {"chunks": "*i32", "tiles": "*i32"}
 KINDS |= {"good": "*i1", "sane": "*i1", "count": "i32"}
 
 
@@ -107,22 +110,23 @@ def build(kernel, num_warps=4, **constants):
     print(len(built.asm["cubin"]) > 0, "st.local" in built.asm["ptx"])
 
 
-chunks = {"CHUNK": adaptive_kernels.CHUNK, "BLOCK": adaptive_kernels.BLOCK, "ALIGNED": 1}
-tiles = {"DOWN": adaptive_kernels.DOWN, "ACROSS": adaptive_kernels.ACROSS, "ALIGNED": 1}
-build(adaptive_kernels._total_kernel, **chunks)
-build(adaptive_kernels._judge_kernel, WORKS=1, **chunks)
-build(adaptive_kernels._update_kernel, WORKS=1, NESTEROV=0, **chunks)
-build(adaptive_kernels._update_kernel, WORKS=0, NESTEROV=1, **chunks)
-build(adaptive_kernels._sides_kernel, **tiles)
-build(adaptive_kernels._length_kernel, **tiles)
-build(adaptive_kernels._open_kernel, BLOCK=128)
-build(adaptive_kernels._follow_kernel, BLOCK=128, BOUNDED=1, **CONSTANTS)
-build(adaptive_kernels._follow_kernel, BLOCK=128, BOUNDED=0, **CONSTANTS)
-build(adaptive_kernels._close_kernel, BLOCK=128, ADAM=1)
-build(adaptive_kernels._collect_kernel, BLOCK=128)
+chunks = {"ALIGNED": 1, **adaptive_kernels.PER_PROGRAM}
+tiles = {"ALIGNED": 1, **adam_length_kernels.PER_TILE}
+build(adaptive_kernels.total_kernel, **chunks)
+build(adaptive_kernels.judge_kernel, WORKS=1, **chunks)
+build(adaptive_kernels.update_kernel, WORKS=1, NESTEROV=0, **chunks)
+build(adaptive_kernels.update_kernel, WORKS=0, NESTEROV=1, **chunks)
+build(adam_length_kernels.sides_kernel, **tiles)
+build(adam_length_kernels.length_kernel, **tiles)
+build(adaptive_kernels.open_kernel, BLOCK=128)
+build(adaptive_kernels.follow_kernel, BLOCK=128, BOUNDED=1, **CONSTANTS)
+build(adaptive_kernels.follow_kernel, BLOCK=128, BOUNDED=0, **CONSTANTS)
+build(adaptive_kernels.close_kernel, BLOCK=128, ADAM=1)
+build(adam_length_kernels.collect_kernel, BLOCK=128)
 build(layer_norms._squares_kernel, **chunks)
 build(layer_norms._norms_kernel, BLOCK=256)
 build(layer_norms._good_kernel, BLOCK=256)
+build(layer_norms._totals_kernel, BLOCK=256)
 for size in (16, 160, 256):
     for aligned in (False, True):
         for left, back in ((0, 1), (1, 0)):
@@ -134,4 +138,4 @@ for size in (16, 160, 256):
 @needs_triton
 def test_the_kernels_compile_for_a_gpu_and_need_no_local_memory(tmp_path):
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["True", "False"] * 26
+    assert said.split() == ["True", "False"] * 27

@@ -258,8 +258,10 @@ def test_interpreted_kernels_find_gradients_where_they_lie(acted, monkeypatch):
         lay_gradients_otherwise(step + 2, model)
 
     described, options = [], {"statistics_fraction": 0.5, "steps": 12, "change": change, "damping": 0.1}
-    real = step_graph._describe
-    monkeypatch.setattr(step_graph, "_describe", lambda *given: described.append(real(*given)) or described[-1])
+    real = step_graph.describe_gradients
+    monkeypatch.setattr(
+        step_graph, "describe_gradients", lambda *given: described.append(real(*given)) or described[-1]
+    )
     theirs = train(torch.float32, **options)
     ours = train(torch.float32, **options, cuda_graph=True)
     assert len(described) == 5, "one for each layout and set of gradients"
