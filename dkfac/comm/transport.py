@@ -144,10 +144,10 @@ class Transport:
     ) -> tuple[list[tuple[Transfer, Pending]], Tensor] | None:
         """Pack sums in one launch for each transfer, those over gradients times ``correction``, and launch all
         reductions. Also returns whether the sums are finite. None if the kernels cannot do it."""
-        if self.num_launched or self.program.header_first or not sums:
-            return None
         totals = {name: total.contiguous() for name, total in sums.items()}
-        dtypes = {dtype_of(t.dtype) for t in self.program.stage("factors")}
+        dtypes = {dtype_of(t.dtype) for t in self.program.stage("factors") if t.how in ("all-reduce", "reduce-scatter")}
+        if self.num_launched or self.program.header_first or not sums or not dtypes:
+            return None
         if not all(triangles.can_pack(torch.empty(0, dtype=d, device=self.device), *totals.values()) for d in dtypes):
             return None
         fine = list[Tensor]()

@@ -103,7 +103,6 @@ class Engine:
         self.refresher.join()
         self._follow_model()
         self._errors.raise_announced()
-        self.transport.check_unmoved((layer.spec, layer.dtype, layer.weight.device) for layer in self.ranks.layers)
         norms, good = self._read_gradients(optimizer, parameters, device)
         good_batch, measured = good, self.collector.take() if context.measures else None
         self._is_owed = measured is not None and measured.is_postponed
@@ -237,10 +236,11 @@ class Engine:
         return apply.Preconditioner(self.ranks, self.transport, self._errors, self.stacks, self._alone)
 
     def _follow_model(self) -> None:
-        """Move the state if the model was moved or converted, or a state was loaded."""
+        """Move the state if the model was moved or converted, or a state was loaded. Several ranks refuse that."""
         self._weights = [layer.weight for layer in self.ranks.layers]
         if self._places == [(w.dtype, w.device) for w in self._weights]:
             return
+        self.transport.check_unmoved((layer.spec, layer.dtype, layer.weight.device) for layer in self.ranks.layers)
         for layer in self.ranks.layers:
             self.states[layer.name].follow(layer.weight, layer.dtype)
         self._keep_bases()
