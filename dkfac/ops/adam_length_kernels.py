@@ -16,6 +16,8 @@ tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
 PER_TILE = {"DOWN": 32, "ACROSS": 128}
+PER_SEGMENT = {"PARTS": 16, "BLOCK": 128}
+"""Sums of tiles that are added at once, and rows or columns whose sums a program adds."""
 
 # Fields of a block, 16 of 64 bits: 0-3 addresses of gradient, momentum and moments of rows and of columns; 4, 5 rows
 # and columns; 6, 7 where its sums of rows and of columns begin; 8, 9 their number for each row and for each column;
@@ -57,30 +59,36 @@ def sides_kernel(  # type: ignore[no-untyped-def]
 
 
 def collect_kernel(  # type: ignore[no-untyped-def]
-    pieces, good, row_sums, column_sums, totals, keep_square, BLOCK: tl.constexpr
+    pieces, segments, good, row_sums, column_sums, keep_square, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Update the second moments of rows, or of columns, with the sums of the tiles; and sum those of rows.
-    piece = tl.program_id(0) // 2
-    side = tl.program_id(0) % 2
-    meta = pieces + piece * 16
-    rows = tl.load(meta + 4).to(tl.int32)
-    columns = tl.load(meta + 5).to(tl.int32)
-    size = tl.where(side == 0, rows, columns)
+    # Update the second moments of some rows, or of some columns, with the sums of the tiles.
+    segments += tl.program_id(0) * 3
+    meta = pieces + tl.load(segments) * 16
+    side = tl.load(segments + 1)
+    size = tl.load(meta + 4 + side).to(tl.int32)
     parts = tl.load(meta + 8 + side).to(tl.int32)
     moments = tl.load(meta + 2 + side).to(tl.pointer_type(tl.float32))
     sums = tl.where(side == 0, row_sums.to(tl.int64), column_sums.to(tl.int64)).to(tl.pointer_type(tl.float32))
     sums += tl.load(meta + 6 + side)
-    keep = tl.where(tl.load(good), keep_square, 1.0)
+    place = tl.load(segments + 2) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for begin in range(0, parts, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (place < size)[None, :]
+        total += tl.load(sums + part[:, None] * size + place[None, :], mask=inside, other=0.0)
+    old = tl.load(moments + place, mask=place < size, other=0.0) * tl.where(tl.load(good), keep_square, 1.0)
+    tl.store(moments + place, old + tl.sum(total, 0), mask=place < size)
+
+
+def row_totals_kernel(pieces, totals, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    meta = pieces + tl.program_id(0) * 16
+    rows = tl.load(meta + 4).to(tl.int32)
+    moments = tl.load(meta + 2).to(tl.pointer_type(tl.float32))
     total = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, size, BLOCK):
+    for begin in range(0, rows, BLOCK):
         place = begin + tl.arange(0, BLOCK)
-        found = tl.load(moments + place, mask=place < size, other=0.0) * keep
-        for part in range(parts):
-            found += tl.load(sums + part * size + place, mask=place < size, other=0.0)
-        tl.store(moments + place, found, mask=place < size)
-        total += found
-    if side == 0:
-        tl.store(totals + piece, tl.sum(total))
+        total += tl.load(moments + place, mask=place < rows, other=0.0)
+    tl.store(totals + tl.program_id(0), tl.sum(total))
 
 
 def length_kernel(  # type: ignore[no-untyped-def]

@@ -151,6 +151,11 @@ class _Batch:
         self._sums = row_sums, column_sums
         self._layers, self._chunks = on_device(layers, self._device), on_device(chunks, self._device, torch.int32)
         self._pieces, self._tiles = on_device(pieces, self._device), on_device(tiles, self._device, torch.int32)
+        counts = [[-(-size // adam.PER_SEGMENT["BLOCK"]) for size in piece[4:6]] for piece in pieces]
+        segments = [
+            [i, side, n] for i, each in enumerate(counts) for side, count in enumerate(each) for n in range(count)
+        ]
+        self._segments, self._num_segments = on_device(segments, self._device, torch.int32), len(segments)
         self._num_tiles, self._order = len(tiles), on_device(order, self._device)
         self._products = [
             tile_products.describe_products(found, self._device, left=side == "left") for side, found in strips.items()
@@ -163,11 +168,8 @@ class _Batch:
     def run(self, good: Tensor, before: Tensor, scales: Tensor, sane: Tensor, after: Tensor) -> None:
         rule, flags, new = self._rule, self._constants, self._new
         layers, chunks, works = self._layers, self._chunks, {"WORKS": int(self._is_adam)}
-        work, values, partial = (
-            new(max(1, self._work)),
-            new(self._num_layers, passes.NUM_VALUES),
-            new(self._num_chunks, 8),
-        )
+        work, partial = new(max(1, self._work)), new(self._num_chunks, 8)
+        values = new(self._num_layers, passes.NUM_VALUES)
         totals = self._adam_sums(work, good) if self._is_adam else values
         self._rotate(work)
         launch_kernel(passes.total_kernel, self._num_chunks, layers, chunks, partial, **flags)
@@ -219,9 +221,10 @@ class _Batch:
             **constants,
         )  # fmt: skip
         launch_kernel(
-            adam.collect_kernel, 2 * self._num_pieces, self._pieces, good, row_sums, column_sums, totals,
-            keep_square, BLOCK=128,
+            adam.collect_kernel, self._num_segments, self._pieces, self._segments, good, row_sums, column_sums,
+            keep_square, **adam.PER_SEGMENT,
         )  # fmt: skip
+        launch_kernel(adam.row_totals_kernel, self._num_pieces, self._pieces, totals, BLOCK=1024)
         return totals
 
     def _adam_lengths(self, values: Tensor, totals: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ from dkfac.ops import adam_length_kernels, adaptive_kernels, kernels, layer_norm
 from dkfac.precondition.adaptive_steps import CONSTANTS
 
 KINDS = dict.fromkeys(("keep", "keep_square", "less", "less_square", "ratio", "surprise", "eps"), "fp32")
-KINDS |= dict.fromkeys(("layers", "pieces", "strips", "rows", "order"), "*i64") | {"chunks": "*i32", "tiles": "*i32"}
+KINDS |= dict.fromkeys(("layers", "pieces", "strips", "rows", "order"), "*i64")
+KINDS |= dict.fromkeys(("chunks", "tiles", "segments"), "*i32")
 KINDS |= {"good": "*i1", "sane": "*i1", "count": "i32"}
 
 
@@ -122,7 +123,8 @@ build(adaptive_kernels.open_kernel, BLOCK=128)
 build(adaptive_kernels.follow_kernel, BLOCK=128, BOUNDED=1, **CONSTANTS)
 build(adaptive_kernels.follow_kernel, BLOCK=128, BOUNDED=0, **CONSTANTS)
 build(adaptive_kernels.close_kernel, BLOCK=128, ADAM=1)
-build(adam_length_kernels.collect_kernel, BLOCK=128)
+build(adam_length_kernels.collect_kernel, **adam_length_kernels.PER_SEGMENT)
+build(adam_length_kernels.row_totals_kernel, BLOCK=1024)
 build(layer_norms._squares_kernel, **chunks)
 build(layer_norms._norms_kernel, BLOCK=256)
 build(layer_norms._good_kernel, BLOCK=256)
@@ -138,4 +140,4 @@ for size in (16, 160, 256):
 @needs_triton
 def test_the_kernels_compile_for_a_gpu_and_need_no_local_memory(tmp_path):
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["True", "False"] * 27
+    assert said.split() == ["True", "False"] * 28
