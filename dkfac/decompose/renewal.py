@@ -95,8 +95,7 @@ def _renew(
     replace_decompositions(factors, states, context.settings, new, valid, moved)
     safe = torch.zeros(0, dtype=torch.bool, device=valid.device)
     if context.settings.tf32 and not context.settings.takes_steps:
-        flags = [_is_tf32_safe(layer, states[layer.name], context) for layer in layers]
-        safe = torch.stack([flag.to(valid.device) for flag in flags])
+        safe = _are_tf32_safe(layers, states, context).to(valid.device)
     return Flags(failed, told.disagreed(transport.world_size), valid, safe), error
 
 
@@ -211,9 +210,30 @@ def _agree(
     return told[:1] > 0, totals == constants.constant(tuple(wanted), told.device, told.dtype)
 
 
-def _is_tf32_safe(layer: Layer, state: LayerState, context: StepContext) -> Tensor:
-    if state.decompositions.keys() != state.means.keys():  # this rank does not precondition the layer
-        return torch.ones((), dtype=torch.bool, device=layer.weight.device)
-    damping = layer_damping.damping_of(layer, state, context.settings, context.step)
-    error = tf32_error(state.decompositions, state.means, damping, layer.spec.grad_shape)
-    return (error < TF32_TOLERANCE).all()
+def _are_tf32_safe(layers: list[Layer], states: dict[str, LayerState], context: StepContext) -> Tensor:
+    """Return which layers may be preconditioned in TF32; layers of one shape and damping are judged in one batch."""
+    groups, flags = dict[object, list[Layer]](), dict[str, Tensor]()
+    for layer in layers:
+        state = states[layer.name]
+        if state.decompositions.keys() != state.means.keys():  # this rank does not precondition the layer
+            flags[layer.name] = torch.ones((), dtype=torch.bool, device=layer.weight.device)
+            continue
+        damping = layer_damping.damping_of(layer, state, context.settings, context.step)
+        forms = tuple([(type(d), *d.tensors()) for d in state.decompositions.values()])
+        kind = (
+            layer.name if isinstance(damping, Tensor) else damping,
+            forms,
+            layer.spec.factors,
+            layer.spec.grad_shape,
+        )
+        groups.setdefault((*kind, layer.dtype, layer.weight.device), []).append(layer)
+    for group in groups.values():
+        some, first = [states[layer.name] for layer in group], group[0]
+        damping = layer_damping.damping_of(first, some[0], context.settings, context.step)
+        together = {key: joined([state.decompositions[key] for state in some]) for key in some[0].decompositions}
+        means = {key: torch.cat([state.means[key] for state in some]) for key in some[0].means}
+        blocks, *sizes = first.spec.grad_shape
+        error = tf32_error(together, means, damping, (len(group) * blocks, *sizes))
+        safe = (error < TF32_TOLERANCE).view(len(group), -1).all(1)
+        flags |= dict(zip([layer.name for layer in group], safe.unbind(), strict=True))
+    return torch.stack([flags[layer.name].to(layers[0].weight.device) for layer in layers])
