@@ -131,10 +131,7 @@ def _solve(layers: list[Layer], ranks: RankPlan, states: dict[str, LayerState], 
 
 def _solve_batch(batch: list[Factor], states: dict[str, LayerState], context: StepContext) -> Solved:
     groups: dict[object, list[Factor]] = {}
-    shifts = dict[str, dict[str, Tensor]]()
-    for layer in {layer.name: layer for layer, _ in batch}.values() if context.settings.uses_inverses else ():
-        damping = layer_damping.damping_of(layer, states[layer.name], context.settings, context.step)
-        shifts[layer.name] = factored_damping(states[layer.name].means, damping)
+    shifts = _damping_shares([la for la, _ in batch], states, context) if context.settings.uses_inverses else {}
     for layer, factor in batch:
         kind = (factor.dim, factor.form, layer.dtype, layer.weight.device)
         groups.setdefault(kind, []).append((layer, factor))
@@ -150,6 +147,25 @@ def _solve_batch(batch: list[Factor], states: dict[str, LayerState], context: St
         for (layer, factor), tensors, good in zip(group, parts, _all_of(sound, counts).unbind(), strict=True):
             own = from_tensors(dict(zip(new.tensors(), tensors, strict=True)))
             found[layer.name, factor.key] = own, good
+    return found
+
+
+def _damping_shares(
+    layers: list[Layer], states: dict[str, LayerState], context: StepContext
+) -> dict[str, dict[str, Tensor]]:
+    """Return what is added to the factors of layers, ``[B]``, by name; computed for many layers at once."""
+    groups, found = dict[object, list[Layer]](), dict[str, dict[str, Tensor]]()
+    for layer in {layer.name: layer for layer in layers}.values():
+        damping = layer_damping.damping_of(layer, states[layer.name], context.settings, context.step)
+        alike = (layer.name if isinstance(damping, Tensor) else damping, tuple(states[layer.name].means))
+        groups.setdefault((*alike, layer.spec.grad_shape[0], layer.dtype, layer.weight.device), []).append(layer)
+    for group in groups.values():
+        some = [states[layer.name].means for layer in group]
+        damping = layer_damping.damping_of(group[0], states[group[0].name], context.settings, context.step)
+        shares = factored_damping({key: torch.cat([means[key] for means in some]) for key in some[0]}, damping)
+        for key, share in shares.items():
+            for layer, own in zip(group, share.view(len(group), -1).unbind(), strict=True):
+                found.setdefault(layer.name, {})[key] = own
     return found
 
 
