@@ -95,8 +95,7 @@ def _renew(
     replace_decompositions(factors, states, context.settings, new, valid, moved)
     safe = torch.zeros(0, dtype=torch.bool, device=valid.device)
     if context.settings.tf32 and not context.settings.takes_steps:
-        flags = [_is_tf32_safe(layer, states[layer.name], context) for layer in layers]
-        safe = torch.stack([flag.to(valid.device) for flag in flags])
+        safe = _are_tf32_safe(layers, states, context).to(valid.device)
     return Flags(failed, told.disagreed(transport.world_size), valid, safe), error
 
 
@@ -132,10 +131,7 @@ def _solve(layers: list[Layer], ranks: RankPlan, states: dict[str, LayerState], 
 
 def _solve_batch(batch: list[Factor], states: dict[str, LayerState], context: StepContext) -> Solved:
     groups: dict[object, list[Factor]] = {}
-    shifts = dict[str, dict[str, Tensor]]()
-    for layer in {layer.name: layer for layer, _ in batch}.values() if context.settings.uses_inverses else ():
-        damping = layer_damping.damping_of(layer, states[layer.name], context.settings, context.step)
-        shifts[layer.name] = factored_damping(states[layer.name].means, damping)
+    shifts = _damping_shares([la for la, _ in batch], states, context) if context.settings.uses_inverses else {}
     for layer, factor in batch:
         kind = (factor.dim, factor.form, layer.dtype, layer.weight.device)
         groups.setdefault(kind, []).append((layer, factor))
@@ -151,6 +147,25 @@ def _solve_batch(batch: list[Factor], states: dict[str, LayerState], context: St
         for (layer, factor), tensors, good in zip(group, parts, _all_of(sound, counts).unbind(), strict=True):
             own = from_tensors(dict(zip(new.tensors(), tensors, strict=True)))
             found[layer.name, factor.key] = own, good
+    return found
+
+
+def _damping_shares(
+    layers: list[Layer], states: dict[str, LayerState], context: StepContext
+) -> dict[str, dict[str, Tensor]]:
+    """Return what is added to the factors of layers, ``[B]``, by name; computed for many layers at once."""
+    groups, found = dict[object, list[Layer]](), dict[str, dict[str, Tensor]]()
+    for layer in {layer.name: layer for layer in layers}.values():
+        damping = layer_damping.damping_of(layer, states[layer.name], context.settings, context.step)
+        alike = (layer.name if isinstance(damping, Tensor) else damping, tuple(states[layer.name].means))
+        groups.setdefault((*alike, layer.spec.grad_shape[0], layer.dtype, layer.weight.device), []).append(layer)
+    for group in groups.values():
+        some = [states[layer.name].means for layer in group]
+        damping = layer_damping.damping_of(group[0], states[group[0].name], context.settings, context.step)
+        shares = factored_damping({key: torch.cat([means[key] for means in some]) for key in some[0]}, damping)
+        for key, share in shares.items():
+            for layer, own in zip(group, share.view(len(group), -1).unbind(), strict=True):
+                found.setdefault(layer.name, {})[key] = own
     return found
 
 
@@ -211,9 +226,30 @@ def _agree(
     return told[:1] > 0, totals == constants.constant(tuple(wanted), told.device, told.dtype)
 
 
-def _is_tf32_safe(layer: Layer, state: LayerState, context: StepContext) -> Tensor:
-    if state.decompositions.keys() != state.means.keys():  # this rank does not precondition the layer
-        return torch.ones((), dtype=torch.bool, device=layer.weight.device)
-    damping = layer_damping.damping_of(layer, state, context.settings, context.step)
-    error = tf32_error(state.decompositions, state.means, damping, layer.spec.grad_shape)
-    return (error < TF32_TOLERANCE).all()
+def _are_tf32_safe(layers: list[Layer], states: dict[str, LayerState], context: StepContext) -> Tensor:
+    """Return which layers may be preconditioned in TF32; layers of one shape and damping are judged in one batch."""
+    groups, flags = dict[object, list[Layer]](), dict[str, Tensor]()
+    for layer in layers:
+        state = states[layer.name]
+        if state.decompositions.keys() != state.means.keys():  # this rank does not precondition the layer
+            flags[layer.name] = torch.ones((), dtype=torch.bool, device=layer.weight.device)
+            continue
+        damping = layer_damping.damping_of(layer, state, context.settings, context.step)
+        forms = tuple([(type(d), *d.tensors()) for d in state.decompositions.values()])
+        kind = (
+            layer.name if isinstance(damping, Tensor) else damping,
+            forms,
+            layer.spec.factors,
+            layer.spec.grad_shape,
+        )
+        groups.setdefault((*kind, layer.dtype, layer.weight.device), []).append(layer)
+    for group in groups.values():
+        some, first = [states[layer.name] for layer in group], group[0]
+        damping = layer_damping.damping_of(first, some[0], context.settings, context.step)
+        together = {key: joined([state.decompositions[key] for state in some]) for key in some[0].decompositions}
+        means = {key: torch.cat([state.means[key] for state in some]) for key in some[0].means}
+        blocks, *sizes = first.spec.grad_shape
+        error = tf32_error(together, means, damping, (len(group) * blocks, *sizes))
+        safe = (error < TF32_TOLERANCE).view(len(group), -1).all(1)
+        flags |= dict(zip([layer.name for layer in group], safe.unbind(), strict=True))
+    return torch.stack([flags[layer.name].to(layers[0].weight.device) for layer in layers])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
-SOLVE_BYTES = 128 * 2**20
+SOLVE_BYTES = 80 * 2**20
 """Upper bound on the bytes of factors that are decomposed in one batch; the workspace is about ten times as large."""
 
 

@@ -135,7 +135,10 @@ def _segments(layer: Moments, begin: int, *, side: int) -> Iterator[list[int]]:
             number, width = len(piece) // blocks, piece.shape[-1]
             for i in range(b * number, (b + 1) * number):
                 offset = int(piece.storage_offset()) + i * width * width
-                address = 0 if layer.bases is None else basis[i].data_ptr()  # not of temporary memory
+                # Rotations are in temporary memory: found by their offset, not by an address.
+                address = 0
+                if layer.bases is not None:
+                    address = basis.data_ptr() + i * basis.stride(0) * basis.element_size()
                 yield [*here, first, width, offset, address, basis.stride(1), buffer, *weights, side, 0]
                 first += width
         rest = (rows, columns)[side] - first

@@ -117,9 +117,9 @@ def _image(factor: Tensor, basis: Tensor) -> Tensor:
     """
     image = factor @ basis
     largest = image.norm(dim=-2).amax(-1)[..., None, None]
-    image = image.addcmul(basis, largest * (FLOOR * torch.finfo(factor.dtype).eps))
+    image.addcmul_(basis, largest * (FLOOR * torch.finfo(factor.dtype).eps))
     lengths: Tensor = image.norm(dim=-2, keepdim=True)
-    return image / lengths.clamp(min=torch.finfo(factor.dtype).tiny)
+    return image.div_(lengths.clamp_(min=torch.finfo(factor.dtype).tiny))
 
 
 def _largest_first(old: Eigen) -> Tensor:
@@ -130,7 +130,7 @@ def _largest_first(old: Eigen) -> Tensor:
 
 
 def _with_values(factor: Tensor, basis: Tensor) -> Eigen:
-    values = (basis * (factor @ basis)).sum(-2)
+    values = (factor @ basis).mul_(basis).sum(-2)
     return Eigen(basis, values.clamp(min=0))
 
 
@@ -204,7 +204,7 @@ def stored(found: Decomposition, basis_dtype: str) -> Decomposition:
 
 
 def symmetric(factor: Tensor) -> Tensor:
-    return (factor + factor.mT) / 2
+    return (factor + factor.mT).div_(2)
 
 
 def is_finite(decomposition: Decomposition) -> bool:

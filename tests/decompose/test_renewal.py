@@ -11,8 +11,8 @@ from helpers_settings import arranged
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dkfac import KFAC
-from dkfac.decompose import refresh_scheduler, refresh_sync, renewal
-from dkfac.ops import together
+from dkfac.decompose import layer_damping, refresh_scheduler, refresh_sync, renewal
+from dkfac.ops import precondition, together
 from dkfac.ops.decompose import Inverse
 
 SOLVERS = {
@@ -222,3 +222,19 @@ def test_a_renewal_is_exact_whatever_surrounds_it(monkeypatch):
     monkeypatch.setattr(refresh_scheduler, "renew", surrounded)
     steps(0, 1, "adaptive", 8, lambda *_: nullcontext())
     assert seen == [False]
+
+
+@pytest.mark.parametrize("options", [{}, {"damping_mode": "relative"}, {"block_dim": 2}], ids=str)
+@pytest.mark.parametrize("solver", ["cholesky", "warm-eigen"])
+def test_layers_of_one_shape_are_judged_in_one_batch_as_each_alone(solver, options, monkeypatch):
+    kfac, _ = steps(0, 1, solver, 8, lambda *_: nullcontext(), **options)
+    engine, errors = kfac._engine, []
+    for layer in kfac.layers:
+        state, step = engine.states[layer.name], engine.context.step
+        damping = layer_damping.damping_of(layer, state, kfac.settings, step)
+        error = precondition.tf32_error(state.decompositions, state.means, damping, layer.spec.grad_shape)
+        errors.append(float(error.max()))
+    for tolerance in sorted(errors):
+        monkeypatch.setattr(renewal, "TF32_TOLERANCE", tolerance * (1 - 1e-9))
+        found = renewal._are_tf32_safe(kfac.layers, engine.states, engine.context)
+        assert found.tolist() == [error < tolerance * (1 - 1e-9) for error in errors]
