@@ -9,6 +9,7 @@ import json
 import pathlib
 import queue
 import time
+from collections.abc import Callable
 
 import torch
 import torch.multiprocessing as mp
@@ -41,9 +42,10 @@ def known_runs(path: str) -> list[dict]:
 
 class Machine:
     def __init__(
-        self, data, train, workers: int, seconds: float, known: list[dict] = (), lines: pathlib.Path | None = None
-    ) -> None:
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self, data, train, workers: int, seconds: float, known: list[dict] = (), lines: pathlib.Path | None = None,
+        device: str | None = None,
+    ) -> None:  # fmt: skip
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         context = mp.get_context("spawn")
         self._tasks, self._results = context.Queue(), context.Queue()
         self._end = time.perf_counter() + seconds
@@ -55,26 +57,40 @@ class Machine:
 
     def run(self, configs: list[dict]) -> bool:
         """Train what was not trained yet; returns whether all of it is done."""
-        done = [run["config"] for run in self.runs]
-        waiting = [config for config in configs if config not in done]
-        for config in waiting:
-            self._tasks.put(config)
-        while waiting and time.perf_counter() < self._end:
+        return self.follow(lambda runs: configs)
+
+    def follow(self, wanted: Callable[[list[dict]], list[dict]], grace: float = 0.0) -> bool:
+        """Train what ``wanted`` returns for the runs so far, until that is nothing new; returns whether all is done.
+
+        After the time limit no run begins; those under way have ``grace`` seconds to end.
+        """
+        under_way: list[dict] = []
+        while True:
+            done, now = [run["config"] for run in self.runs], time.perf_counter()
+            waiting = [config for config in wanted(self.runs) if config not in done]
+            free = len(self._processes) - len(under_way) if now < self._end else 0
+            for config in [config for config in waiting if config not in under_way][:free]:
+                self._tasks.put(config)
+                under_way.append(config)
+            if not under_way or now >= self._end + grace:
+                return not waiting
             try:
                 run = self._results.get(timeout=2)
             except queue.Empty:
                 if not any(process.is_alive() for process in self._processes):
                     raise SystemExit("all processes that train have died") from None
+                if 0 < sum((process.exitcode or 0) < 0 for process in self._processes) >= len(under_way):
+                    return False  # what is under way was lost with processes that were killed
                 continue
+            under_way.remove(run["config"])
             self.runs.append(run)
             if self._lines is not None:
                 with self._lines.open("a") as file:
                     file.write(json.dumps(run) + "\n")
-            waiting.remove(run["config"])
-            c = {k: v for k, v in run["config"].items() if k != "kfac"}
-            told = run.get("error") or f"{run['validation']:.4f} {run['test']:.4f} {run['seconds']:.0f} s"
+            c = {k: v for k, v in run["config"].items() if k not in ("kfac", "size", "options")}
+            figures = [f"{run[name]:.4f}" for name in ("validation", "test", "loss", "error_rate") if name in run]
+            told = run.get("error") or f"{' '.join(figures)} {run.get('seconds', 0):.0f} s"
             print(*(f"{k}={v}" for k, v in c.items()), told, flush=True)
-        return not waiting
 
     def close(self) -> None:
         for process in self._processes:

@@ -6,9 +6,10 @@ A and G. Owns: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -36,27 +37,31 @@ class Form:
     """Number of copies of the input that are materialized to sum the products of its patches."""
     is_pointwise: bool
     """Whether the rows of A are the rows of the input, without patches."""
-    num_elements: int
-    """Number of elements of all its factors."""
     inputs: tuple[FactorSpec, ...]
     outputs: tuple[FactorSpec, ...]
     num_dims: int = 0
     """Number of dimensions of a convolution's input; 0 for other layers."""
+    is_depthwise: bool = False
+    """Whether each channel has patches of its own. Kernels read them faster where pixels are adjacent, not channels."""
 
 
 def form_of(layer: Layer) -> Form:
     module: Any = layer.module
     traits: tuple[Any, ...] = (layer.kind, layer.spec.factors, layer.has_bias)
-    num_elements = sum(factor.num_elements for factor in layer.spec.factors)
     inputs, outputs = (layer.spec.side(key) for key in ("A", "G"))
     if layer.kind != "conv":
-        is_known = layer.kind in ("linear", "conv1d-transposed")
-        return Form(hash(traits) if is_known else None, 1, is_known, num_elements, inputs, outputs)
+        is_known = layer.kind in ("linear", "conv1d-transposed") or layer.block is not None
+        return Form(hash(traits) if is_known else None, 1, is_known and layer.block is None, inputs, outputs)
     geometry = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
     is_pointwise = set(module.kernel_size) == set(module.stride) == {1} and module.groups == 1
     is_pointwise &= not isinstance(module.padding, str) and set(module.padding) == {0}
     number, num_dims = hash((traits, geometry)), 2 + len(module.kernel_size)
-    return Form(number, strip_taps(module), is_pointwise, num_elements, inputs, outputs, num_dims)
+    is_depthwise = module.groups == module.in_channels and math.prod(module.kernel_size) > 1
+    return Form(number, strip_taps(module), is_pointwise, inputs, outputs, num_dims, is_depthwise)
+
+
+Blocks = tuple[tuple[Tensor, Tensor], ...]
+"""Input and output gradient of blocks of a layer."""
 
 
 class Route(Enum):
@@ -68,6 +73,8 @@ class Route(Enum):
     """Summed immediately, by itself."""
     WAITING = auto()
     """Deferred, and summed together with others."""
+    GROUPED = auto()
+    """Deferred, and summed by kernels together with calls of any kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +91,6 @@ class CallKind:
     """Maximum number of calls summed in one batch."""
     rows: float
     """Number of rows of a call: output positions of a convolution, input positions of other layers."""
-    num_bytes: int
-    """Size of input and output gradient."""
-    factor_bytes: int
     source: tuple[Any, ...] | None
     """What A depends on besides the input, if layers with the same input may share its sum; otherwise None."""
 
@@ -102,14 +106,29 @@ class Call:
     """Multiplies the sum for G."""
     number: int = -1
     """Equal for calls with the same input tensor; -1: unknown."""
-    x_version: int = -1
-    """Version counters of input and gradient when the call was recorded."""
-    g_version: int = -1
+    more: Blocks = ()
+    """Input and gradient of each further block of the layer."""
+    weights: Sequence[float] = ()
+    """``weight`` of each block."""
+    versions: tuple[int, ...] = field(init=False)
+    """Version counters of the tensors when the call was recorded."""
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+
+    def pairs(self) -> Blocks:
+        """Return input and gradient of each block."""
+        return ((self.x, self.g), *self.more)
+
+    def _versions(self) -> tuple[int, ...]:
+        if not self.more:
+            return version(self.x), version(self.g)
+        return tuple([version(t) for pair in self.pairs() for t in pair])
 
     @property
     def is_intact(self) -> bool:
-        """Whether neither tensor was modified in place since the call was recorded."""
-        return self.x_version == version(self.x) and self.g_version == version(self.g)
+        """Whether no tensor was modified in place since the call was recorded."""
+        return self.versions == self._versions()
 
     @property
     def source(self) -> tuple[Any, ...] | None:
@@ -138,16 +157,13 @@ def products(
     *,
     weight: float,
     inputs: list[Tensor] | None = None,
-    patch_bytes: int = 2**62,
 ) -> list[Tensor]:
     """Return the sum for each factor of ``parts`` calls of one kind, concatenated over the calls.
 
     ``x`` and ``g``: inputs and output gradients, concatenated over the calls. ``weight``: multiplies the sums for G.
-    ``inputs``: the sums for A if they are already known; only used for pointwise layers. ``patch_bytes``: memory limit
-    for the patches of a convolution, which are formed for as many examples at a time as fit; ignored for several calls.
+    ``inputs``: the sums for A if they are already known; only used for pointwise layers.
     """
     layer, form, examples = call.kind.layer, call.kind.form, call.kind.examples
-    patch_bytes = patch_bytes if parts == 1 else 2**62  # a piece would not hold an equal share of each call
     if parts == 1 and form.is_pointwise:
         if layer.kind == "conv":
             x, g = x.movedim(1, -1), g.movedim(1, -1)
@@ -155,14 +171,10 @@ def products(
         if inputs is None:
             inputs = [_gram(layer, factor, flat_x, 1.0) for factor in form.inputs]
         return inputs + [_gram(layer, factor, flat_g, weight) for factor in form.outputs]
-    found: list[Tensor] = []
-    for rows in rows_of(
-        layer, x, g, examples=examples * parts, batch_dim=0, batch_stats=False, patch_bytes=patch_bytes
-    ):
-        sums = [input_sum(layer, factor, rows, None, settings, parts=parts)[0] for factor in form.inputs]
-        sums += [gradient_sum(layer, factor, rows, weight, settings, parts=parts) for factor in form.outputs]
-        found = sums if not found else [total.add_(more) for total, more in zip(found, sums, strict=True)]
-    return found
+    options: dict[str, Any] = {"examples": examples * parts, "batch_dim": 0, "batch_stats": False}
+    (rows,) = rows_of(layer, x, g, **options, patch_bytes=2**62)  # a piece would not hold an equal share of each call
+    found = [input_sum(layer, factor, rows, None, settings, parts=parts)[0] for factor in form.inputs]
+    return found + [gradient_sum(layer, factor, rows, weight, settings, parts=parts) for factor in form.outputs]
 
 
 def _gram(layer: Layer, factor: FactorSpec, rows: Tensor, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from dkfac.capture.calls import Blocks
 from dkfac.capture.deferred_products import DeferredProducts
 from dkfac.capture.outer_products import add_products, moment_sum
 from dkfac.capture.passes import BackwardPasses, EarlyReduction, accumulator, here, reaches
@@ -27,10 +28,6 @@ from dkfac.ops.precision import tf32
 
 TIMED = 8
 """On CUDA, after this many measured steps only one in this many is timed: events around each call cost host time."""
-
-
-Blocks = tuple[tuple[Tensor, Tensor], ...]
-"""Input and output gradient of blocks of a layer."""
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -60,7 +57,7 @@ class Collector(BackwardPasses):
         """EKFAC: layers whose moments cannot be measured."""
         self.rank, self._decides_alone, self._keep_error = rank, decides_alone, keep_error
         by_example = settings.weight_sharing == "reduce" or settings.measures_moments
-        self.sample = Sample(settings.measure_every, 0, by_example)
+        self.sample = Sample(settings.measure_every, 0, by_example, settings.statistics_fraction is None)
         self.as_rows: set[tuple[str, str]] = set()
         """Factors, as (layer, key), whose rows are kept instead of summed."""
         self.due: frozenset[tuple[str, str]] | None = None
@@ -89,10 +86,6 @@ class Collector(BackwardPasses):
     def use_overlap(self, overlap: EarlyReduction) -> None:
         """Reduce factors with ``overlap`` during forward and backward."""
         self.overlap = overlap
-
-    def use_graphs(self, wanted: bool) -> None:
-        """Enable or disable CUDA graphs for deferred products."""
-        self.deferred.use_graphs(wanted)
 
     def use_bases(self, bases: dict[str, dict[str, Eigen]]) -> None:
         """EKFAC: measure moments in these eigenbases."""
@@ -193,8 +186,8 @@ class Collector(BackwardPasses):
             sums.called_again |= call == sums.last_call
             sums.last_call = call
             sums.calls += 1
-            may_defer = not more and not isinstance(weight, Tensor) and self._may_defer(name)
-            if may_defer and self.deferred.add(index, sums, x, g, examples, float(weight), self.sample, source):
+            may_defer = not isinstance(weight, Tensor) and self._may_defer(name)
+            if may_defer and self.deferred.add(index, sums, x, g, examples, float(weight), self.sample, source, more):
                 return
         batch_dim = self.settings.batch_dim
         no_autocast = torch.autocast(device.type, enabled=False)

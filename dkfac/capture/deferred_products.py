@@ -1,10 +1,11 @@
 """Defer outer products and batch them to amortize launches: a launch costs the host as much for ten calls as for one.
 
 Input: inputs and output gradients of calls. Output: products, added to the layers' sums. Owns: the calls that are not
-summed yet, and the CUDA graphs that sum them.
+summed yet.
 
 In a backward pass a call only leaves its input and output gradient here. They are summed when they reach a number of
-bytes, and at the end of the pass: calls of one kind in one batch or, with CUDA graphs, all of them by one graph.
+bytes, and at the end of the pass: by kernels that read calls of all kinds where they are (``grouped_products.py``), or,
+where there is no Triton, calls of one kind in one batch.
 """
 
 from __future__ import annotations
@@ -17,25 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac.capture.calls import Call, CallKind, Form, Route, form_of, plainly, products
+from dkfac.capture.calls import Blocks, Call, CallKind, Form, Route, form_of, plainly, products
+from dkfac.capture.grouped_products import GroupedProducts, rows_of_grouped
 from dkfac.capture.statistics import LayerSums
 from dkfac.capture.timing import StageTimer
 from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import ALL, PATCH_BYTES, Sample, block_of
-from dkfac.ops.graph_cache import StagedFunctions
-from dkfac.plan.spec import is_input
 
-WAITING_BYTES = 512 * 2**20
-"""Limit on inputs and gradients that are kept alive longer than autograd needs them."""
+WAITING_BYTES, GROUPED_BYTES = 512 * 2**20, 1024 * 2**20
+"""Limits on inputs and gradients that are kept alive longer than autograd needs them; the second for those that kernels
+will sum. A backward pass frees memory faster than it keeps these, so they hardly raise its peak."""
 
 BATCHED_BYTES = 16 * 2**20
 """Calls with an input and gradient of this size or more are not concatenated: the copy would cost more than the
-launches it saves. Without CUDA graphs they are not deferred either, because keeping them alive costs more."""
-
-STAGED_BYTES, ALONE_BYTES = 160 * 2**20, 128 * 2**20
-"""With CUDA graphs: replaces ``WAITING_BYTES``, and limits the factors too. Calls of the second size or more are summed
-immediately: copying them for a graph would cost the device more than it saves the host."""
+launches it saves. Unless kernels sum them they are not deferred either, because keeping them alive costs more."""
 
 
 MOST_KINDS = 4096
@@ -51,15 +48,13 @@ class DeferredProducts:
         """``stop_deferring``: called with a layer whose tensors were modified in place before they were summed."""
         self._layers, self._settings, self._timer, self._stop_deferring = layers, settings, timer, stop_deferring
         self._calls: list[Call] = []
-        self._num_bytes = self._factor_bytes = 0
-        self.stages = False
-        """Whether CUDA graphs sum the calls."""
-        self.staged = StagedFunctions()
+        self._num_bytes = self._turn = 0
+        self._grouped = GroupedProducts(tf32=settings.tf32, adapts=settings.statistics_fraction is None)
         self._shared: tuple[Any, list[Tensor]] | None = None
         """Key and values of the last sums for A: other layers may have the same input, as in attention."""
         self._forms: dict[int, Form] = {}
         self._kinds: dict[Any, CallKind] = {}
-        self._last: dict[int, tuple[bool, int, torch.Size, torch.Size, torch.dtype, torch.dtype, CallKind]] = {}
+        self._last: dict[int, tuple[int, torch.Size, torch.Size, torch.dtype, torch.dtype, CallKind]] = {}
         """The last call of each layer: one with the same shapes and dtypes reuses its kind without a lookup."""
         self._numbers = itertools.count()
         self._block = (ALL, -1, 0, 0)
@@ -69,45 +64,47 @@ class DeferredProducts:
         """Drop a layer's cached kind, because its weight has been replaced or converted."""
         self._last.pop(index, None)
 
-    def use_graphs(self, wanted: bool) -> None:
-        self.stages = wanted
-
     def add(
         self, index: int, sums: LayerSums, x: Tensor, g: Tensor, examples: int, weight: float, sample: Sample,
-        number: int = -1,
+        number: int = -1, more: Blocks = (),
     ) -> bool:  # fmt: skip
-        """Take over a layer's call and return True; False if its kind is refused. ``number``: identifies the input."""
-        if sample.every > 1:
+        """Take over a layer's call and return True; False if its kind is refused. ``number``: identifies the input.
+        ``more``: input and gradient of each further block of the layer."""
+        kept, self._turn = x.nbytes + g.nbytes, sample.turn
+        weights = [weight] * (1 + len(more))
+        if sample.adapts or sample.every > 1:
             form = self._form(index)
             if not _fits(form, x, examples):
                 return False
-            x, g, examples, weight = self._sampled(form, x, g, examples, weight, sample)
+            layer, pairs = self._layers[index], ((x, g), *more)
+            found = [self._sampled(layer, form, *pair, examples, weight, sample) for pair in pairs]
+            (x, g, examples, weight), *_ = found
+            more, weights = tuple([(a, b) for a, b, *_ in found[1:]]), [by for *_, by in found]
         last = self._last.get(index)
         if (
             last is None
-            or last[0] is not self.stages
-            or last[1] != examples
-            or last[2] != x.shape
-            or last[3] != g.shape
-            or last[4] is not x.dtype
-            or last[5] is not g.dtype
+            or last[0] != examples
+            or last[1] != x.shape
+            or last[2] != g.shape
+            or last[3] is not x.dtype
+            or last[4] is not g.dtype
         ):
             kind = self._kind(index, x, g, examples)
-            last = self._last[index] = self.stages, examples, x.shape, g.shape, x.dtype, g.dtype, kind
-        kind = last[6]
+            last = self._last[index] = examples, x.shape, g.shape, x.dtype, g.dtype, kind
+        kind = last[5]
         if kind.route is Route.REFUSED:
             return False
-        versions = -1 if x.is_inference() else x._version, -1 if g.is_inference() else g._version
-        call = Call(kind, self._layers[index].spec.name, sums, x, g, weight, number, *versions)
+        if kind.form.is_depthwise and kind.route is Route.GROUPED:
+            x = x.contiguous()
+        call = Call(kind, self._layers[index].spec.name, sums, x, g, weight, number, more, weights)
         if kind.route is Route.ALONE:
-            self._sum([call], at_once=True)
+            self._sum([call])
             return True
-        most, factor_bytes = (STAGED_BYTES, kind.factor_bytes) if self.stages else (WAITING_BYTES, 0)
-        if self._calls and (self._num_bytes + kind.num_bytes > most or self._factor_bytes + factor_bytes > most):
+        most = GROUPED_BYTES if kind.route is Route.GROUPED else WAITING_BYTES
+        if self._calls and self._num_bytes + kept > most:
             self.flush()
         self._calls.append(call)
-        self._num_bytes += kind.num_bytes
-        self._factor_bytes += factor_bytes
+        self._num_bytes += kept
         return True
 
     def _form(self, index: int) -> Form:
@@ -120,27 +117,33 @@ class DeferredProducts:
         """Return the kind of a call, decided once for all calls like it."""
         form, layer = self._form(index), self._layers[index]
         if not _fits(form, x, examples):
-            return CallKind(-1, layer, form, examples, Route.REFUSED, 1, 0.0, 0, 0, None)
-        alike = (self.stages, form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples)
+            return CallKind(-1, layer, form, examples, Route.REFUSED, 1, 0.0, None)
+        alike = (form.number, x.shape, g.shape, x.dtype, g.dtype, layer.dtype, x.device, examples)
         found = self._kinds.get(alike)
         if found is None:
             if len(self._kinds) >= MOST_KINDS:
                 self._kinds.clear()
             num_bytes = x.nbytes + g.nbytes
-            room = STAGED_BYTES if self.stages else PATCH_BYTES
-            most = max(1, room // max(1, x.nbytes * form.copies)) if num_bytes < BATCHED_BYTES else 1
+            most = max(1, PATCH_BYTES // max(1, x.nbytes * form.copies)) if num_bytes < BATCHED_BYTES else 1
             rows = x.shape[0] * math.prod(g.shape[2:]) if form.num_dims else x.numel() // max(1, x.shape[-1])
+            grouped_rows = None
+            if self._settings.batch_dim == 0:
+                grouped_rows = rows_of_grouped(layer, x, g, adapts=self._settings.statistics_fraction is None)
             source = (layer.kind, form.inputs, x.shape, x.dtype, layer.dtype) if form.is_pointwise else None
-            found = self._kinds[alike] = CallKind(
-                next(self._numbers), layer, form, examples, self._route(form, x, g), most, float(rows), num_bytes,
-                form.num_elements * layer.dtype.itemsize, source,
-            )  # fmt: skip
+            route = self._route(layer, form, x, g) if grouped_rows is None else Route.GROUPED
+            rows = rows if grouped_rows is None else grouped_rows
+            kind = CallKind(next(self._numbers), layer, form, examples, route, most, float(rows), source)
+            found = self._kinds[alike] = kind
         return found
 
     def _sampled(
-        self, form: Form, x: Tensor, g: Tensor, examples: int, weight: float, sample: Sample
+        self, layer: Layer, form: Form, x: Tensor, g: Tensor, examples: int, weight: float, sample: Sample
     ) -> tuple[Tensor, Tensor, int, float]:
         """Return a subset of a call's examples (convolutions) or positions (other layers), and its weight."""
+        rows = g.shape[0] * math.prod(g.shape[2:]) if form.num_dims else x.numel() // x.shape[-1]
+        sample = sample.of_call(layer, rows, examples)
+        if sample.every == 1:
+            return x, g, examples, weight
         if form.num_dims:
             if self._block[0] is not sample or self._block[1] != examples:
                 self._block = sample, examples, *block_of(examples, sample)
@@ -154,19 +157,19 @@ class DeferredProducts:
             return x, g, examples, weight * positions / x.shape[1]
         return x, g, examples, weight
 
-    def _route(self, form: Form, x: Tensor, g: Tensor) -> Route:
+    def _route(self, layer: Layer, form: Form, x: Tensor, g: Tensor) -> Route:
         """Return how calls like this one are processed."""
         positions = math.prod(g.shape[2:]) * x.shape[0] if form.num_dims else x.numel() // x.shape[-1]
         channels = x.shape[1 if form.num_dims else -1]
-        if self._settings.batch_dim != 0 or positions * channels * form.copies * x.element_size() > PATCH_BYTES:
+        is_large = positions * channels * form.copies * x.element_size() > PATCH_BYTES
+        if self._settings.batch_dim != 0 or is_large or layer.block is not None:
             return Route.REFUSED
-        limit = ALONE_BYTES if self.stages else BATCHED_BYTES
-        return Route.WAITING if x.nbytes + g.nbytes < limit else Route.ALONE
+        return Route.WAITING if x.nbytes + g.nbytes < BATCHED_BYTES else Route.ALONE
 
     def take(self) -> list[Call]:
         """Remove and return the deferred calls, in the order of the layers if each was called once."""
         calls, self._calls, self._shared = self._calls[::-1], [], None
-        self._num_bytes = self._factor_bytes = 0
+        self._num_bytes = 0
         return calls
 
     def flush(self) -> None:
@@ -175,18 +178,18 @@ class DeferredProducts:
         if calls:
             self._sum(calls)
 
-    def _sum(self, calls: list[Call], *, at_once: bool = False) -> None:
-        """Add calls to their layers' sums; with CUDA graphs by one replay unless ``at_once``."""
+    def _sum(self, calls: list[Call]) -> None:
+        """Add calls to their layers' sums."""
         for call in calls:
             if not call.is_intact:
                 self._stop_deferring(call.name)
                 return
         device = calls[0].x.device
-        if self.stages and not at_once:
-            with self._timer.stage("capture", device):
-                self._sum_staged(self._groups(calls), device)
-            return
-        for group in self._groups(calls):
+        together = [call for call in calls if call.kind.route is Route.GROUPED]
+        if together:
+            with self._timer.stage("capture", device), torch.no_grad():
+                self._grouped.sum_calls(together, self._turn)
+        for group in self._groups([call for call in calls if call.kind.route is not Route.GROUPED]):
             with self._timer.stage("capture", device), plainly(self._settings, device):
                 sums = self._products(group)
             self._give(group, sums)
@@ -214,41 +217,6 @@ class DeferredProducts:
         sums = products(first, first.x, first.g, 1, settings, weight=weight)
         self._shared = None if source is None else (source, sums[: len(first.kind.form.inputs)])
         return sums
-
-    def _sum_staged(self, groups: list[list[Call]], device: torch.device) -> None:
-        """Add groups of calls to their layers' sums with a CUDA graph that reads copies of their tensors."""
-        xs, places, sources = list[list[Tensor]](), list[int](), dict[Any, int]()
-        for group in groups:
-            source = group[0].source if len(group) == 1 else None
-            place = len(xs) if source is None else sources.setdefault(source, len(xs))
-            if place == len(xs):
-                xs.append([call.x for call in group])
-            places.append(place)
-        key = tuple([(group[0].kind.number, len(group), place) for group, place in zip(groups, places, strict=True)])
-        weights = [
-            1.0 if is_input(factor.key) else group[0].weight
-            for group in groups
-            for factor in group[0].kind.layer.spec.factors
-        ]
-        settings = self._settings
-
-        def sums(*copies: Tensor) -> list[Tensor]:
-            known: dict[int, list[Tensor]] = {}
-            found: list[Tensor] = []
-            with plainly(settings, device):
-                for group, place, g in zip(groups, places, copies[len(xs) :], strict=True):
-                    options: dict[str, Any] = {"inputs": known.get(place), "patch_bytes": STAGED_BYTES}
-                    sums = products(group[0], copies[place], g, len(group), settings, weight=1.0, **options)
-                    known[place] = sums[: len(group[0].kind.form.inputs)]
-                    found += sums
-            return found
-
-        with torch.no_grad():
-            found = self.staged.run(key, sums, weights, *xs, *([call.g for call in group] for group in groups))
-        for group in groups:
-            number = len(group[0].kind.layer.spec.factors)
-            self._give(group, found[:number])
-            found = found[number:]
 
     def _give(self, calls: list[Call], products: list[Tensor]) -> None:
         """Add a group's products to the sums of its calls."""

@@ -13,7 +13,7 @@ class Meaning:
     __slots__ = ()
     curvature: str
     solver: str
-    statistics_fraction: float
+    statistics_fraction: float | None
 
     @property
     def takes_steps(self) -> bool:
@@ -42,5 +42,5 @@ class Meaning:
 
     @property
     def measure_every(self) -> int:
-        """Return k, where one row in k is measured."""
-        return round(1 / self.statistics_fraction)
+        """Return k, where one row in k is measured; 1 if each call decides."""
+        return 1 if self.statistics_fraction is None else round(1 / self.statistics_fraction)

@@ -111,6 +111,8 @@ def for_gpu(settings: Settings, options: dict[str, Any], parameters: Sequence[Te
         chosen["solver"] = "warm-eigen"
     elif needs_no_eigenvalues(settings, parameters) and not is_scheduled:
         chosen["solver"] = "cholesky"
+    if settings.fisher == "empirical":
+        chosen["statistics_fraction"] = None
     if not settings.inverse_lag:  # beside a step nothing may be rounded
         chosen["tf32"] = True
     return replace(settings, **{name: value for name, value in chosen.items() if name not in options})

@@ -139,11 +139,13 @@ class Settings(Meaning):
     batch_dim: int = row.integer(
         0, 0, "statistics", "Dimension of the examples in the first input of the model.",
         "it is a dimension of the model's first input, counted from the front")
-    statistics_fraction: float = row.numeric(
+    statistics_fraction: float | None = row.numeric(
         1.0, "statistics",
         "Fraction of positions (tokens) or, for convolutions, of examples on which factors are measured, as 1/k; "
-        "different ones at each step. Layers with one position per example use all.",
-        "factors are measured on that fraction", low=0, open_low=True, high=1, open_high=False)
+        "different ones at each step. Layers with one position per example use all. None: k is 2, 4 or 8 as long as a "
+        "call keeps 32 rows for each feature of the widest factor and, for convolutions, 16 examples. If you do not "
+        "set it, KFAC uses None on a GPU.",
+        "factors are measured on that fraction", low=0, open_low=True, high=1, open_high=False, optional=True)
     spread_refresh: int = row.integer(
         1, 1, "decomposition",
         "Spread a refresh over this many steps, some layers at each, instead of one step. With the "

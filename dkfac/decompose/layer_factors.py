@@ -17,6 +17,7 @@ from dkfac.decompose.layer_damping import damping_of
 from dkfac.factors.layer_state import (
     Average,
     LayerState,
+    bias_is_silent,
     carried,
     change_basis,
     mean_of_live,
@@ -27,7 +28,10 @@ from dkfac.factors.layer_state import (
 )
 from dkfac.layers.layer import Layer
 from dkfac.ops import precondition as ops
+from dkfac.ops import traces
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, stored
+from dkfac.ops.traces import Trace
+from dkfac.plan.spec import FactorSpec, whole_key
 
 
 def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
@@ -41,6 +45,40 @@ def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
     if "A_S" in found:
         found["A_S"] = torch.full_like(found["A_S"], 1 / layer.spec.factor("A_S").dim)
     return found
+
+
+def traces_are_launched(state: LayerState) -> bool:
+    """Whether a kernel computes the means of a layer's running factors."""
+    return all(traces.uses_kernels(average.value, average.weight) for average in state.running.values())
+
+
+def all_live_means(layers: Iterable[Layer], states: dict[str, LayerState]) -> dict[str, dict[str, Tensor]]:
+    """Return ``live_means`` of layers by name, in one launch where a kernel runs."""
+    found, given, names = dict[str, dict[str, Tensor]](), list[Trace](), list[tuple[str, str, int]]()
+    for layer in layers:
+        running = states[layer.name].running
+        is_plain = "A_S" not in running and not any(bias_is_silent(layer, key) for key in running)
+        if not is_plain or not traces_are_launched(states[layer.name]):
+            found[layer.name] = live_means(layer, states[layer.name])
+            continue
+        found[layer.name] = {}
+        for key, average in running.items():
+            factor = layer.spec.factor(key)
+            given.append(Trace(average.value, average.weight, factor.pieces, *_share_of_trace(layer, factor)))
+            names.append((layer.name, key, factor.num_blocks // factor.pieces))
+    told = torch.split(traces.traces(given), [blocks for *_, blocks in names]) if given else ()
+    for (name, key, _), mean in zip(names, told, strict=True):
+        found[name][key] = mean
+    return found
+
+
+def _share_of_trace(layer: Layer, factor: FactorSpec) -> tuple[float, float]:
+    """Return by what a factor's trace is multiplied, and what is added, to become what ``live_means`` returns."""
+    if not factor.whole_dim:
+        return 1 / factor.dim, 0.0
+    leaves_bias = whole_key(factor.key) == "A" and layer.has_bias
+    dim = factor.whole_dim - (leaves_bias and not layer.bias_is_live)
+    return 1 / dim, 1 / dim if leaves_bias and layer.bias_is_live and factor.key == "A" else 0.0
 
 
 def used(layer: Layer, state: LayerState, key: str) -> Tensor:

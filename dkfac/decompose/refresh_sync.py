@@ -99,6 +99,9 @@ def exchange_means(
 def _live_means(factors: list[Factor], states: dict[str, LayerState]) -> dict[Name, Tensor]:
     """Return what running factors contribute to the mean eigenvalues of whole factors, those of one shape at once."""
     found: dict[Name, Tensor] = {}
+    if all(layer_factors.traces_are_launched(states[layer.name]) for layer, _ in factors):
+        lives = layer_factors.all_live_means({layer.name: layer for layer, _ in factors}.values(), states)
+        return {(layer.name, factor.key): lives[layer.name][factor.key] for layer, factor in factors}
 
     def kind(item: Factor) -> object:
         layer, factor = item

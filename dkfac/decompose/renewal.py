@@ -148,10 +148,19 @@ def _solve_batch(batch: list[Factor], states: dict[str, LayerState], context: St
     for group, (new, sound) in zip(groups.values(), renewed(jobs), strict=True):
         counts = [factor.num_blocks for _, factor in group]
         parts = zip(*(torch.split(t, counts) for t in new.tensors().values()), strict=True)
-        for (layer, factor), tensors, good in zip(group, parts, torch.split(sound, counts), strict=True):
+        for (layer, factor), tensors, good in zip(group, parts, _all_of(sound, counts).unbind(), strict=True):
             own = from_tensors(dict(zip(new.tensors(), tensors, strict=True)))
-            found[layer.name, factor.key] = own, good.all()
+            found[layer.name, factor.key] = own, good
     return found
+
+
+def _all_of(flags: Tensor, counts: list[int]) -> Tensor:
+    """Return for each factor, which has so many blocks, whether all their flags are set."""
+    owners = constants.constant(
+        tuple([i for i, count in enumerate(counts) for _ in range(count)]), flags.device, torch.int64
+    )
+    unset = torch.zeros(len(counts), dtype=torch.int32, device=flags.device)
+    return unset.index_add_(0, owners, (~flags).to(torch.int32)) == 0
 
 
 def _running(group: list[Factor], states: dict[str, LayerState]) -> Tensor:

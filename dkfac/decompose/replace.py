@@ -6,6 +6,7 @@ nothing. Does not synchronize with the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from dkfac.config.settings import Settings
 from dkfac.factors.layer_state import LayerState, carried
 from dkfac.layers.layer import Layer
-from dkfac.ops import constants
+from dkfac.ops import carry, constants
 from dkfac.ops.batches import in_bytes
 from dkfac.ops.decompose import Decomposition, Eigen, from_tensors
 from dkfac.ops.precision import tf32
-from dkfac.ops.precondition import multiply
+from dkfac.ops.precondition import INPUT_KEYS, OUTPUT_KEYS, multiply, of_side
 from dkfac.ops.torch_private import foreach_copy_
 from dkfac.plan.spec import FactorSpec
 
@@ -39,26 +40,51 @@ def replace_decompositions(
     for (layer, factor), good in zip(factors, valid.unbind(), strict=True):
         old, found = states[layer.name].decompositions.get(factor.key), new[layer.name].get(factor.key)
         if old is not None and type(old) is type(found):
-            kind = (factor.dim, factor.form, layer.dtype, layer.weight.device)
+            kind: object = (factor.dim, factor.form, layer.dtype, layer.weight.device)
             groups.setdefault(kind, []).append((layer, factor.key, old, good))
     rotations: dict[str, dict[str, Tensor]] = {}
-    for group in groups.values():
+    room, places = _room(groups) if settings.takes_steps else ({}, {})
+    for kind, group in groups.items():
         counts = [_num_blocks(old) for *_, old, _ in group]
         olds, news = joined([old for *_, old, _ in group]), joined([new[layer.name][key] for layer, key, *_ in group])
         good = per_block(torch.stack([flag.to(group[0][0].weight.device) for *_, flag in group]), counts)
         for name, before in olds.tensors().items():
             after = news.tensors()[name].to(before.dtype)
             after = torch.where(good.view(-1, *[1] * (before.ndim - 1)), after, before)
-            foreach_copy_([old.tensors()[name] for *_, old, _ in group], list(torch.split(after, counts)))
-            if name == "vectors" and settings.takes_steps:
-                dtype = group[0][0].dtype
-                turned = torch.split(after.to(dtype).mT @ before.to(dtype), counts)
-                for (layer, key, *_), rotation in zip(group, turned, strict=True):
+            if name == "vectors" and kind in places:  # before the old ones are overwritten
+                turned = places[kind]
+                given = after.to(turned.dtype).mT, before.to(turned.dtype)
+                with tf32(settings.tf32, turned.device):
+                    _ = torch.bmm(*given, out=turned) if turned.is_cuda else turned.copy_(given[0] @ given[1])
+                for (layer, key, *_), rotation in zip(group, torch.split(turned, counts), strict=True):
                     rotations.setdefault(layer.name, {})[key] = rotation
+            foreach_copy_([old.tensors()[name] for *_, old, _ in group], list(torch.split(after, counts)))
     chosen = {layer.name: layer for layer, _ in factors if layer.name in moved and layer.name in rotations}
     # Moments of a layer that lacks one of its bases, after a fallback, are in the basis of the weights.
     layers = [layer for name, layer in chosen.items() if states[name].basis() is not None]
-    _carry_moments(layers, states, settings, rotations)
+    _carry_moments(layers, states, settings, rotations, room)
+
+
+Room = dict[tuple[torch.device, torch.dtype], Tensor]
+"""Tensors, one-dimensional, of which all rotations are parts."""
+
+
+def _room(groups: dict[object, list[tuple[Layer, str, Decomposition, Tensor]]]) -> tuple[Room, dict[object, Tensor]]:
+    """Return memory for the rotations, and each group's part of it, ``[blocks, w, w]``."""
+    shapes = dict[tuple[torch.device, torch.dtype], dict[object, tuple[int, int, int]]]()
+    for kind, group in groups.items():
+        layer, _, old, _ = group[0]
+        if isinstance(old, Eigen) and old.vectors is not None:
+            width = old.vectors.shape[-1]
+            shape = sum(_num_blocks(each) for *_, each, _ in group), width, width
+            shapes.setdefault((layer.weight.device, layer.dtype), {})[kind] = shape
+    room, places = Room(), dict[object, Tensor]()
+    for (device, dtype), parts in shapes.items():
+        sizes = [math.prod(shape) for shape in parts.values()]
+        room[device, dtype] = torch.empty(sum(sizes), device=device, dtype=dtype)
+        for (kind, shape), part in zip(parts.items(), torch.split(room[device, dtype], sizes), strict=True):
+            places[kind] = part.view(shape)
+    return room, places
 
 
 def _num_blocks(decomposition: Decomposition) -> int:
@@ -68,26 +94,74 @@ def _num_blocks(decomposition: Decomposition) -> int:
 def joined(decompositions: Sequence[Decomposition]) -> Decomposition:
     """Return decompositions of one width as one, concatenated along their blocks."""
     parts = [d.tensors() for d in decompositions]
-    return from_tensors({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    return from_tensors({name: concatenated([part[name] for part in parts]) for name in parts[0]})
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors concatenated, without a copy where they are parts of one tensor, in order."""
+    first, blocks, size = tensors[0], 0, tensors[0].element_size()
+    if first.is_contiguous():
+        begin, step, storage = first.data_ptr(), first.stride(0) * size, first.untyped_storage().data_ptr()
+        for tensor in tensors:
+            is_next = tensor.data_ptr() == begin + blocks * step and tensor.stride() == first.stride()
+            if not is_next or tensor.untyped_storage().data_ptr() != storage:
+                return torch.cat(list(tensors))
+            blocks += len(tensor)
+        return first.as_strided((blocks, *first.shape[1:]), first.stride())
+    return first if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _carry_moments(
-    layers: list[Layer], states: dict[str, LayerState], settings: Settings, rotations: dict[str, dict[str, Tensor]]
+    layers: list[Layer],
+    states: dict[str, LayerState],
+    settings: Settings,
+    rotations: dict[str, dict[str, Tensor]],
+    room: Room,
 ) -> None:
-    """Rotate momentum and second moments to the new bases, layers of one shape in one batch."""
-    groups: dict[object, list[Layer]] = {}
+    """Rotate momentum and second moments to the new bases: in few launches where kernels run, otherwise layers of one
+    shape in one batch."""
+    groups, launched = dict[object, list[Layer]](), dict[object, list[tuple[carry.Moments, int]]]()
     for layer in layers:
         state = states[layer.name]
-        if state.moments is not None:
-            keys = tuple([(key, rotation.shape) for key, rotation in rotations[layer.name].items()])
-            kind = (keys, layer.spec.grad_shape, layer.dtype, layer.weight.device, state.momentum_is_rotated)
-            groups.setdefault(kind, []).append(layer)
+        if state.moments is None:
+            continue
+        turns, where = rotations[layer.name], (layer.weight.device, layer.dtype)
+        one = _for_kernels(state, turns)
+        if one is not None and carry.uses_kernels(one, room[where]):
+            kind = (where, state.momentum_is_rotated, carry.is_aligned(one))
+            launched.setdefault(kind, []).append((one, layer.spec.grad_elements * layer.dtype.itemsize))
+            continue
+        keys = tuple([(key, rotation.shape) for key, rotation in turns.items()])
+        groups.setdefault((keys, layer.spec.grad_shape, where, state.momentum_is_rotated), []).append(layer)
+    for some in launched.values():
+        for batch in in_bytes(some, CARRY_BYTES):
+            carry.carry_(batch, room[batch[0].momentum.device, batch[0].momentum.dtype], tf32=settings.tf32)
     for group in groups.values():
         sizes = [layer.spec.grad_elements * layer.dtype.itemsize for layer in group]
         for chosen in in_bytes(zip(group, sizes, strict=True)):
-            some = [states[layer.name] for layer in chosen]
             turns = {key: torch.cat([rotations[la.name][key] for la in chosen]) for key in rotations[chosen[0].name]}
-            _carry(chosen, some, turns, settings)
+            _carry(chosen, [states[layer.name] for layer in chosen], turns, settings)
+
+
+CARRY_BYTES = 32 * 2**20
+"""Upper bound on the bytes of momentum that one pair of launches rotates; its buffer is three times as large."""
+
+
+def _for_kernels(state: LayerState, rotations: dict[str, Tensor]) -> carry.Moments | None:
+    """Return a layer's moments as kernels rotate them; None for layers on maps and norm layers."""
+    if state.moments is None or state.momentum is None or "A_C" in rotations or "F" in rotations:
+        return None
+    bases, sides = None, (OUTPUT_KEYS, INPUT_KEYS)
+    if not state.momentum_is_rotated:
+        vectors = {
+            k: d.vectors for k, d in state.decompositions.items() if isinstance(d, Eigen) and d.vectors is not None
+        }
+        if vectors.keys() != rotations.keys():
+            return None
+        bases = of_side(vectors, OUTPUT_KEYS), of_side(vectors, INPUT_KEYS)
+    outputs, inputs = (of_side(rotations, keys) for keys in sides)
+    averages = (state.momentum.value, state.momentum.weight, state.moments.value, state.moments.weight)
+    return carry.Moments(*averages, outputs, inputs, bases)
 
 
 def _carry(layers: list[Layer], states: list[LayerState], rotations: dict[str, Tensor], settings: Settings) -> None:

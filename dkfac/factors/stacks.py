@@ -21,6 +21,7 @@ from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops.decompose import Decomposition, from_tensors
 from dkfac.ops.together import aligned
 from dkfac.ops.torch_private import foreach_copy_
+from dkfac.plan.spec import is_input
 
 MOST_ELEMENTS = {"cpu": 2**18}
 """By device type, the number of elements of a stack's gradients above which a stack has one layer. On a CPU, operations
@@ -56,9 +57,13 @@ class Stack:
         if self.transposed:
             sizes.reverse()
         self.dtype, self.device = layers[0].dtype, layers[0].weight.device
-        self.sizes, self.padded = sizes, [self._pad(size) for size in sizes]
+        rows = self._pad(sizes[0]) if self.blocks == 1 else sizes[0]
+        self.sizes, self.padded = sizes, [rows, self._pad(sizes[1])]
+        """Rows are padded only if there is one block: the parameter, which has all of them, is a view of the buffer."""
         self.elements = self.blocks * sizes[0] * sizes[1]
         """The number of elements of one layer's gradient."""
+        self.elements_laid_out = self.blocks * self.padded[0] * self.padded[1]
+        """The same with padding."""
         self._averages: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._decompositions: dict[str, tuple[list[Decomposition], Decomposition]] = {}
         self._moments: dict[str, tuple[list[Tensor], Tensor, Tensor]] = {}
@@ -69,7 +74,7 @@ class Stack:
     def _pad(self, size: int) -> int:
         """Return a size as it is laid out. Maps have two sizes of inputs, and are not padded."""
         if size not in self._padded_sizes:
-            pads = self._pads and self.layers[0].kind != "linear-map" and self.blocks == 1
+            pads = self._pads and self.layers[0].kind != "linear-map"
             self._padded_sizes[size] = aligned(size, self.device) if pads else size
         return self._padded_sizes[size]
 
@@ -151,7 +156,8 @@ class Stack:
             forms = {(type(d), tuple(d.tensors())) for d in present}
             if len(present) < len(mine) or len(forms) > 1:
                 return None
-            found[key], views = self._join(present, pads=not factor.whole_dim)
+            pads = not factor.whole_dim and (self.blocks == 1 or is_input(key))
+            found[key], views = self._join(present, pads=pads)
             for layer, view in zip(self.layers, views, strict=True):
                 states[layer.name].decompositions[key] = view
             self._decompositions[key] = (views, found[key])
@@ -175,15 +181,18 @@ class Stack:
         """Copy the gradients to a buffer, which is reused, and return it: ``[n * B, O, I]`` or ``[n * B, I, O]``,
         padded with zeros."""
         if self._grads is None:
-            shape = (self.num_layers * self.blocks, *self.padded)
-            self._grads = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._parts = [split_grad(layer, part) for layer, part in self.split(self._grads)]
+            self.use(torch.zeros(self.num_layers * self.elements_laid_out, dtype=self.dtype, device=self.device))
         pairs = self.pairs()
         foreach_copy_([part for _, part in pairs], [grad for grad, _ in pairs])
         for layer, parts in zip(self.layers, self._parts, strict=True):
             if layer.bias is not None and layer.bias.grad is None:
                 parts[1].zero_()
-        return self._grads
+        return self.buffer
+
+    def use(self, memory: Tensor) -> None:
+        """Keep gradients in this memory, which is zero, ``[layers * elements_laid_out]``."""
+        self._grads = memory.view(self.num_layers * self.blocks, *self.padded)
+        self._parts = [split_grad(layer, part) for layer, part in self.split(self._grads)]
 
     def parts(self, grads: Tensor | None = None) -> list[tuple[Layer, list[Tensor]]]:
         """Return each layer with its parameters' views of the buffer, or of a tensor shaped like it."""

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dkfac.layers.conv import Conv, spread_input, strip_taps
+from dkfac.layers.conv import spread_input, strip_taps
 from dkfac.layers.layer import Layer
 from dkfac.layers.norm import normalised
+
+ROWS_PER_FEATURE, ENOUGH_EXAMPLES, MOST_EVERY = 32, 16, 8
+"""``statistics_fraction=None``: a call keeps at least so many rows for each feature of the widest factor and, if whole
+examples are kept, so many examples; and at least one in so many of either."""
 
 PATCH_BYTES = 256 * 2**20
 """Memory limit for convolution patches: they are formed for as many examples at a time as fit."""
@@ -59,11 +63,31 @@ class Sample:
     turn: int = 0
     by_example: bool = False
     """Whether all positions of an example must stay together."""
+    adapts: bool = False
+    """Whether ``every`` depends on the number of rows of a call."""
+
+    def of_call(self, layer: Layer, rows: int, examples: int) -> Sample:
+        """Return the sample of a call: one in 2, 4 or 8, as long as enough rows remain and, where whole examples are
+        kept, enough examples: rows of one example are alike."""
+        if not self.adapts:
+            return self
+        every, enough = 1, ROWS_PER_FEATURE * layer.spec.widest
+        limited = self.by_example or layer.conv is not None
+        while every < MOST_EVERY and rows >= 2 * every * enough:
+            if limited and examples < 2 * every * ENOUGH_EXAMPLES:
+                break
+            every *= 2
+        return replace(self, every=every, adapts=False)
 
     @property
     def offset(self) -> int:
-        """Return ``turn`` hashed: the interval of measured steps may have a common divisor with ``every``."""
-        return (self.turn * 2654435761 >> 8) % self.every
+        """Return which of ``every`` rows is sampled."""
+        return hashed(self.turn) % self.every
+
+
+def hashed(turn: int) -> int:
+    """Return ``turn`` hashed: the interval of measured steps may have a common divisor with that of sampled rows."""
+    return turn * 2654435761 >> 8
 
 
 ALL = Sample()
@@ -85,11 +109,11 @@ def rows_of(
     match layer.kind:
         case "linear" | "linear-map" | "conv1d-transposed":
             a, g = (_sequence(t, examples, batch_dim).unsqueeze(2) for t in (x, g))
-            yield _sampled(Rows(a, g, examples), sample)
+            yield _sampled(layer, Rows(a, g, examples), sample)
         case "conv":
-            yield from _conv_rows(layer.conv, x, g, examples, sample, patch_bytes)
+            yield from _conv_rows(layer, x, g, examples, sample, patch_bytes)
         case "conv-transposed":
-            yield from _conv_rows(layer.conv, *spread_input(layer.module, x, g), examples, sample, patch_bytes)
+            yield from _conv_rows(layer, *spread_input(layer.module, x, g), examples, sample, patch_bytes)
         case "embedding":
             index = _sequence(x.unsqueeze(-1), examples, batch_dim).squeeze(-1)
             rows = _sequence(g, examples, batch_dim)
@@ -104,10 +128,11 @@ def rows_of(
             raise AssertionError(kind)
 
 
-def _sampled(rows: Rows, sample: Sample) -> Rows:
+def _sampled(layer: Layer, rows: Rows, sample: Sample) -> Rows:
     """Return one in ``every`` positions, or examples. A layer that sees each example once keeps them all."""
     assert rows.a is not None
     n, s = rows.a.shape[:2]
+    sample = sample.of_call(layer, n * s, rows.examples)
     every, examples = sample.every, rows.examples
     if every == 1 or n * s <= max(examples, 1):
         return rows
@@ -172,7 +197,8 @@ def _sequence(x: Tensor, examples: int, batch_dim: int) -> Tensor:
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 
-def _conv_rows(module: Conv | None, x: Tensor, g: Tensor, examples: int, sample: Sample, room: int) -> Iterator[Rows]:
+def _conv_rows(layer: Layer, x: Tensor, g: Tensor, examples: int, sample: Sample, room: int) -> Iterator[Rows]:
+    module = layer.conv
     assert module is not None
     num_spatial = len(module.kernel_size)
     if x.ndim == num_spatial + 1:
@@ -181,6 +207,7 @@ def _conv_rows(module: Conv | None, x: Tensor, g: Tensor, examples: int, sample:
     # A layer may see several images per example (frames); a piece never ends inside an example.
     images = x.shape[0] // examples if examples > 0 and x.shape[0] % examples == 0 else x.shape[0]
     num_images, num_examples, begin, end = x.shape[0], examples, 0, x.shape[0]
+    sample = sample.of_call(layer, positions * x.shape[0], examples)
     if sample.every > 1 and images < x.shape[0] and positions * images > 1:
         begin, end = (edge * images for edge in block_of(examples, sample))
         x, g, examples = x[begin:end], g[begin:end], (end - begin) // images

@@ -5,10 +5,13 @@ Input: a factor ``[B, D, D]`` or diagonal ``[B, D]``, B = blocks; not modified. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dkfac.ops import cholesky_qr
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
@@ -87,10 +90,19 @@ def warm_step(factor: Tensor, old: Eigen) -> Eigen:
     """Return ``warm_eigen`` without checking the result, which may not be orthonormal; does not synchronize."""
     if factor.ndim == 2:
         return Eigen(None, factor.clamp(min=0))
-    factor = symmetric(factor)
-    image = _image(factor, _largest_first(old))
-    rough = _cholesky_qr(image, shift=10 * torch.finfo(image.dtype).eps * image.shape[-1])
-    return _with_values(factor, _polished(_cholesky_qr(rough)))
+    return warm_steps([factor], [old])[0][0]
+
+
+def warm_steps(factors: Sequence[Tensor], olds: Sequence[Eigen]) -> list[tuple[Eigen, Tensor]]:
+    """Return ``warm_step`` of several batches of dense factors, and whether each block is orthonormal, ``[B]``."""
+    factors = [symmetric(factor) for factor in factors]
+    images = [_image(factor, _largest_first(old)) for factor, old in zip(factors, olds, strict=True)]
+    bases = _orthonormalized(images)
+    found = []
+    for factor, basis in zip(factors, bases, strict=True):
+        polished, is_orthonormal = _polished(basis)
+        found.append((_with_values(factor, polished), is_orthonormal))
+    return found
 
 
 FLOOR = 200.0
@@ -217,6 +229,17 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
     return diagonal.mean(-1)
 
 
+def _orthonormalized(images: list[Tensor]) -> list[Tensor]:
+    """Return nearly orthonormal columns of several batches, by Cholesky-QR with a shift and once more without."""
+    shift = 10 * torch.finfo(images[0].dtype).eps
+    which = [i for i, image in enumerate(images) if cholesky_qr.uses_kernels([image])]
+    found = dict(zip(which, cholesky_qr.orthonormalized([images[i] for i in which], [shift, 0.0]), strict=True))
+    for i, image in enumerate(images):
+        if i not in found:
+            found[i] = _cholesky_qr(_cholesky_qr(image, shift=shift * image.shape[-1]))
+    return [found[i] for i in range(len(images))]
+
+
 def _cholesky_qr(image: Tensor, shift: float = 0.0) -> Tensor:
     """Return columns closer to orthonormal; columns that were almost orthonormal become orthonormal.
 
@@ -251,14 +274,18 @@ def _invert_lower(lower: Tensor, inverse: Tensor) -> None:
     inverse[:, half:, :half] = (second @ lower[:, half:, :half] @ first).neg_()
 
 
-def _polished(basis: Tensor) -> Tensor:
-    """Return columns orthonormal to rounding from nearly orthonormal ones. A Newton-Schulz step, which takes only
-    products, doubles the number of correct digits; float64 has twice as many."""
+def _polished(basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return columns orthonormal to rounding from nearly orthonormal ones, and whether they were near enough, ``[B]``.
+    A Newton-Schulz step, which takes only products, doubles the number of correct digits; float64 has twice as many.
+
+    If ``Q^T Q = I + E``, it is about ``I - 3/4 E^2`` afterwards, of which no entry exceeds the largest squared norm of
+    a column of E.
+    """
     for _ in range(2 if basis.dtype == torch.float64 else 1):
         deviation = basis.mT @ basis
         deviation.diagonal(dim1=-2, dim2=-1).sub_(1)
         basis = torch.baddbmm(basis, basis, deviation, alpha=-0.5)
-    return basis
+    return basis, (deviation.square_().sum(-2) < ORTHONORMAL).all(-1)
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> Decomposition:

@@ -1,7 +1,7 @@
 """Cache of CUDA graphs for functions that run repeatedly on the same memory.
 
-Input: functions that launch work. Output: their results, by replay from the second call on. Owns: graphs, memory pools,
-capture streams and staging buffers.
+Input: functions that launch work. Output: their results, by replay from the second call on. Owns: graphs, memory pools
+and capture streams.
 """
 
 from __future__ import annotations
@@ -9,20 +9,10 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from dkfac.ops import many
-from dkfac.ops.torch_private import foreach_copy_, foreach_mul
-
-ALIGNMENT_BYTES = 512
-"""Alignment in bytes, the same as torch's allocator's."""
-
-MOST_GRAPHS = 256
-"""Limit on graphs of functions with staged inputs; beyond it, all are captured again."""
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 """Capture stream per device, for graphs that run one after the other: cuBLAS keeps a workspace per stream, and graphs
@@ -159,129 +149,3 @@ class GraphedFunction:
 
 def _same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, (tuple, float)) and one == other)
-
-
-class StagedFunctions:
-    """Functions of tensors whose addresses change: they are copied to a staging buffer, from which graphs read them.
-
-    All of them share one buffer and one pool, so the results of a graph are copied again before the next one runs.
-    """
-
-    def __init__(self) -> None:
-        self._inputs, self._results, self.pool = StagingBuffer(), StagingBuffer(), GraphPool()
-        self._graphs: dict[Any, GraphedFunction] = {}
-        self._memories: tuple[Tensor | None, Tensor | None] = (None, None)
-        """The memories that the graphs use."""
-        self._places: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        """By key: the arguments of the function in the staging buffer, and the views that tensors are copied to."""
-        self._sources: dict[Any, many.Sources | None] = {}
-        """By key and layouts: how one launch copies all of them, inside the graph; None: not created yet."""
-
-    def run(
-        self, key: Any, function: Callable[..., Sequence[Tensor]], scales: Sequence[float], *groups: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return what the function returns for groups of tensors, each concatenated to one, times ``scales``.
-
-        ``key``: everything else that it depends on, and the tensors' shapes.
-        """
-        self._inputs.clear()
-        self._results.clear()
-        inputs, results = self._memories
-        is_new = inputs is not self._inputs.memory or results is not self._results.memory
-        if is_new or (key not in self._graphs and len(self._graphs) >= MOST_GRAPHS):
-            self._memories = self._inputs.memory, self._results.memory
-            self._graphs.clear()  # they would keep the old memory alive
-            self._places.clear()
-            self._sources.clear()
-        copies, parts = self._places.get(key) or self._inputs.place(*groups)
-        if self._inputs.has_room:
-            self._places[key] = copies, parts
-        tensors = [tensor for group in groups for tensor in group]
-        sources, name = self._launched(key, tensors, parts)
-        if sources is not None:
-            sources.give(tensors)
-        else:
-            foreach_copy_(parts, tensors)
-
-        def work() -> list[Tensor]:
-            if sources is not None:
-                sources.gather()
-            return self._results.keep(*([t] for t in function(*copies)))
-
-        graph = self._graphs.setdefault(name, GraphedFunction(self.pool))
-        found = graph.run([copies, self._results.memory, sources], work, copies[0].device)
-        return list(foreach_mul(found, list(scales)))
-
-    def _launched(self, key: Any, tensors: list[Tensor], parts: list[Tensor]) -> tuple[many.Sources | None, Any]:
-        """Return what copies tensors of these layouts inside the graph, from their second call on, or None if that is
-        not possible, and the key of the graph."""
-        if not self._inputs.has_room:
-            return None, key
-        name = key, *[(t.shape, t.stride(), t.dtype) for t in tensors]
-        if name not in self._sources:
-            if len(self._sources) >= MOST_GRAPHS:
-                self._graphs.clear()
-                self._sources.clear()
-            self._sources[name] = None
-            return None, key
-        sources = self._sources[name]
-        if sources is None:
-            sources = self._sources[name] = many.Sources(tensors, parts, self._inputs.memory)
-        return (sources, name) if sources.is_usable else (None, key)
-
-
-class StagingBuffer:
-    """Memory for copies, which have the same addresses each time if they are made in the same order."""
-
-    def __init__(self) -> None:
-        self.used = 0
-        """Bytes; setting it back releases the copies made since."""
-        self._wanted = 0
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether all copies since the last ``clear`` fit in this memory."""
-        return self.used <= len(self.memory)
-
-    def keep(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies without gaps; in separate memory if they do not fit yet. All are on one device.
-
-        The tensors of a group have the same shape, strides and dtype, and are concatenated along the first dimension.
-        """
-        found, parts = self.place(*groups)
-        foreach_copy_(parts, [tensor for group in groups for tensor in group])
-        return found
-
-    def place(self, *groups: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Reserve memory for copies of groups; return it as one tensor per group, and as one view per tensor."""
-        found, parts = list[Tensor](), list[Tensor]()
-        for group in groups:
-            whole, places = self._place(group[0], len(group))
-            found.append(whole)
-            parts += places
-        return found, parts
-
-    def _place(self, tensor: Tensor, number: int) -> tuple[Tensor, list[Tensor]]:
-        begin = self.used + -self.used % ALIGNMENT_BYTES
-        end = self.used = begin + number * tensor.nbytes
-        self._wanted = max(self._wanted, end)
-        if self.memory.device != tensor.device:
-            self.memory = self.memory.new_empty(0, device=tensor.device)
-        has_room = len(self.memory) >= end
-        flat = self.memory[begin:end].view(tensor.dtype) if has_room else tensor.new_empty(number * tensor.numel())
-        like = torch.empty_like(tensor, device="meta")
-        if number == 1:
-            whole = flat.as_strided(tensor.shape, like.stride())
-            return whole, [whole]
-        first = tensor.shape[0]
-        if like.stride(0) * first != tensor.numel():
-            like = torch.empty(tensor.shape, device="meta")
-        whole = flat.as_strided((number * first, *tensor.shape[1:]), like.stride())
-        return whole, list(torch.split(whole, first))
-
-    def clear(self) -> None:
-        """Release all copies, and grow to the largest size that was needed so far."""
-        self.used = 0
-        if len(self.memory) < self._wanted:
-            self.memory = self.memory.new_empty(self._wanted)

@@ -30,10 +30,11 @@ class Items:
     """Maps elements of outer tensors to elements of an inner one."""
 
     meta: Tensor
-    """``[n, FIELDS]``: elements, slot, index, offset; sizes but the first; strides of inner; strides of outer."""
+    """``[n, FIELDS]``: elements, slot, index, offset; sizes but the first; strides of inner; strides of outer; number
+    of programs."""
+    tiles: Tensor
+    """``[programs, 2]``: the item, and the number of the program among those of the item."""
     dims: int
-    programs: int
-    """Number of programs per item."""
 
 
 def are_usable(*tensors: Tensor) -> bool:
@@ -41,24 +42,27 @@ def are_usable(*tensors: Tensor) -> bool:
 
 
 def describe(
-    outer: Sequence[Tensor], inner: Sequence[Tensor], slots: Sequence[int], index: Sequence[int]
+    outer: Sequence[Tensor], inner: Sequence[Tensor], slots: Sequence[int], index: Sequence[int], begin: int = 0
 ) -> Items | None:
     """Return what ``gather`` and ``scatter`` need for pairs of tensors of equal shape; None beyond the kernels' limits.
 
-    ``inner``: parts of one tensor. ``slots``: where the outer ones' addresses will be. ``index``: of each one's flags.
+    ``inner``: parts of one tensor, which begins at this element of its memory. ``slots``: where the outer ones'
+    addresses will be. ``index``: of each one's flags.
     """
-    rows, most, longest = [], 1, 1
+    rows, tiles, most = list[list[int]](), list[list[int]](), 1
     for one, other, slot, flag in zip(outer, inner, slots, index, strict=True):
         sizes, mine, yours = _merged(other.shape, other.stride(), one.stride())
         if len(sizes) > DIMS or one.numel() >= 2**31 or _reach(one) >= 2**31 or _reach(other) >= 2**31:
             return None
         lack = DIMS - len(sizes)
         sizes, mine, yours = [1] * lack + sizes, [0] * lack + mine, [0] * lack + yours
-        rows.append([one.numel(), slot, flag, other.storage_offset(), *sizes[1:], *mine, *yours, 0])
-        most, longest = max(most, DIMS - lack), max(longest, one.numel())
+        programs = min(MOST_PROGRAMS, -(-one.numel() // MOVE_BLOCK))
+        tiles += [[len(rows), i] for i in range(programs)]
+        begins = int(other.storage_offset()) - begin
+        rows.append([one.numel(), slot, flag, begins, *sizes[1:], *mine, *yours, programs])
+        most = max(most, DIMS - lack)
     device = inner[0].device if inner else torch.device("cpu")
-    meta = on_its_way([int(number) for row in rows for number in row], device).to(device, non_blocking=True)
-    return Items(meta.view(-1, FIELDS), most, min(MOST_PROGRAMS, -(-longest // MOVE_BLOCK)))
+    return Items(on_device(rows, device).view(-1, FIELDS), on_device(tiles, device, torch.int32), most)
 
 
 def _reach(tensor: Tensor) -> int:
@@ -82,9 +86,14 @@ def on_its_way(numbers: Sequence[float], device: torch.device, dtype: torch.dtyp
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def on_device(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers on a device, one row after the other, without synchronizing with it."""
+    return on_its_way([n for row in rows for n in row], device, dtype).to(device, non_blocking=True)
+
+
 def gather_tensors(pointers: Tensor, items: Items, inner: Tensor) -> None:
     """Copy the outer tensors to their parts of an inner one."""
-    _move(pointers, items, inner, inner, inner, inner, inner, inner, mode=GATHER)
+    _move(pointers, items, inner, inner, inner, inner, inner, inner, inner, mode=GATHER)
 
 
 def scatter(
@@ -95,60 +104,37 @@ def scatter(
     ``raw`` and ``update`` are inner tensors of equal shape and strides; i is an item's index.
     """
     assert raw.stride() == update.stride()
-    _move(pointers, items, raw, update, scale, scale, sane, good, mode=SCATTER)
+    _move(pointers, items, raw, update, scale, scale, scale, sane, good, mode=SCATTER)
 
 
-class Sources:
-    """Copies tensors of given shapes and strides, at any addresses, to fixed places in one memory.
-
-    ``gather`` can be captured in a graph; call ``give`` before each replay.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], places: Sequence[Tensor], memory: Tensor) -> None:
-        """``places``: views of the memory, which is bytes. Check ``is_usable`` afterwards."""
-        self._pointers = torch.zeros(len(tensors), dtype=torch.int64, device=memory.device)
-        self._moves: list[tuple[Items | None, Tensor]] = []
-        dtypes = dict.fromkeys(t.dtype for t in tensors)
-        self.is_usable = kernels.usable((torch.float32, torch.bfloat16, torch.float16), *tensors)
-        for dtype in dtypes if self.is_usable else ():
-            which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-            items = describe([tensors[i] for i in which], [places[i] for i in which], which, [0] * len(which))
-            self._moves.append((items, memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)))
-        self.is_usable = self.is_usable and all(items is not None for items, _ in self._moves)
-
-    def give(self, tensors: Sequence[Tensor]) -> None:
-        """Set the addresses of the tensors, which must stay alive until the work is launched."""
-        pointers = on_its_way([t.data_ptr() for t in tensors], self._pointers.device)
-        self._pointers.copy_(pointers, non_blocking=True)
-
-    def gather(self) -> None:
-        for items, memory in self._moves:
-            assert items is not None
-            gather_tensors(self._pointers, items, memory)
-
-
-GATHER, SCATTER, STEP = range(3)
+GATHER, SCATTER, STEP, ADD = range(4)
 
 
 def _move(
-    pointers: Tensor, items: Items, raw: Tensor, update: Tensor, scale: Tensor, left: Tensor, sane: Tensor,
-    good: Tensor, *, mode: int,
+    pointers: Tensor, items: Items, raw: Tensor, update: Tensor, scale: Tensor, left: Tensor, factor: Tensor,
+    sane: Tensor, good: Tensor, *, mode: int,
 ) -> None:  # fmt: skip
-    assert raw.storage_offset() == 0
     kernels.launch_kernel(
-        _move_kernel, len(items.meta) * items.programs, raw, update, pointers, items.meta, scale, left, sane, good,
-        items.programs, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=MOVE_BLOCK,
+        _move_kernel, len(items.tiles) // 2, raw, update, pointers, items.meta, items.tiles, scale, left, factor, sane,
+        good, MODE=mode, DIMS=items.dims, FIELDS=FIELDS, BLOCK=MOVE_BLOCK,
     )  # fmt: skip
 
 
 def step_tensors(
-    pointers: Tensor, items: Items, update: Tensor, rate: Tensor, left: Tensor, sane: Tensor, good: Tensor
-) -> None:
-    """Set each outer tensor to ``left[n]`` times itself, minus ``rate[n] update`` where ``sane[i]``, if ``good``.
+    pointers: Tensor, items: Items, update: Tensor, rate: Tensor, left: Tensor, factor: Tensor, sane: Tensor,
+    good: Tensor,
+) -> None:  # fmt: skip
+    """Set each outer tensor to ``left[n]`` times itself, minus ``rate[n] factor[i] update`` where ``sane[i]``, if
+    ``good``.
 
     ``update``: an inner tensor. n: the item; i: its index.
     """
-    _move(pointers, items, update, update, rate, left, sane, good, mode=STEP)
+    _move(pointers, items, update, update, rate, left, factor, sane, good, mode=STEP)
+
+
+def add_tensors(pointers: Tensor, items: Items, inner: Tensor, scale: Tensor) -> None:
+    """Add ``scale[n]`` times each outer tensor to its part of an inner one."""
+    _move(pointers, items, inner, inner, scale, scale, scale, scale, scale, mode=ADD)
 
 
 class Totals:
@@ -194,18 +180,20 @@ class Totals:
 
 
 def _move_kernel(  # type: ignore[no-untyped-def]
-    raw, update, pointers, meta, scale, left, sane, good, programs,
+    raw, update, pointers, meta, tiles, scale, left, factor, sane, good,
     MODE: tl.constexpr, DIMS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # MODE: 0 gather from the outer tensors, 1 scatter to them, 2 step them.
-    item = tl.program_id(0) // programs
+    # MODE: 0 gather from the outer tensors, 1 scatter to them, 2 step them, 3 add them to the inner ones.
+    item = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     meta += item * FIELDS
+    programs = tl.load(meta + 15).to(tl.int32)
     size = tl.load(meta).to(tl.int32)
     outer = tl.load(pointers + tl.load(meta + 1)).to(tl.pointer_type(raw.dtype.element_ty))
     index = tl.load(meta + 2)
     raw += tl.load(meta + 3)
     update += tl.load(meta + 3)
-    for begin in range((tl.program_id(0) % programs) * BLOCK, size, programs * BLOCK):
+    for begin in range(first * BLOCK, size, programs * BLOCK):
         rest = begin + tl.arange(0, BLOCK)
         inside = rest < size
         here = tl.zeros((BLOCK,), tl.int32)
@@ -222,7 +210,8 @@ def _move_kernel(  # type: ignore[no-untyped-def]
             if tl.load(good):
                 found = tl.load(outer + there, mask=inside, other=0.0) * tl.load(left + item)
                 if tl.load(sane + index):
-                    found -= tl.load(update + here, mask=inside, other=0.0) * tl.load(scale + item)
+                    rate = tl.load(scale + item) * tl.load(factor + index)
+                    found -= tl.load(update + here, mask=inside, other=0.0) * rate
                 tl.store(outer + there, found, mask=inside)
         elif MODE == 1:
             found = tl.zeros((BLOCK,), tl.float32)
@@ -232,6 +221,9 @@ def _move_kernel(  # type: ignore[no-untyped-def]
                 else:
                     found = tl.load(raw + here, mask=inside, other=0.0)
             tl.store(outer + there, found, mask=inside)
+        elif MODE == 3:
+            found = tl.load(outer + there, mask=inside, other=0.0) * tl.load(scale + item)
+            tl.store(raw + here, tl.load(raw + here, mask=inside, other=0.0) + found, mask=inside)
         else:
             tl.store(raw + here, tl.load(outer + there, mask=inside, other=0.0), mask=inside)
 

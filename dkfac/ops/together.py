@@ -18,9 +18,8 @@ from dkfac.ops.decompose import (
     Inverse,
     from_tensors,
     inverse_by_blocks,
-    orthonormal,
     symmetric,
-    warm_step,
+    warm_steps,
 )
 
 Job = tuple[Tensor, Decomposition, Tensor]
@@ -34,21 +33,33 @@ def renewed(jobs: Sequence[Job], times: int = 1) -> list[tuple[Decomposition, Te
     ``times``: number of steps of subspace iteration for eigenbases.
     """
     found: dict[int, tuple[Decomposition, Tensor]] = {}
-    for size, which in _alike(jobs):
-        given = [_padded(*jobs[i], size) for i in which]
-        olds = [old.tensors() for _, old, _ in given]
-        together = from_tensors({name: torch.cat([old[name] for old in olds]) for name in olds[0]})
+    groups = _alike(jobs)
+    batches = [_joined([_padded(*jobs[i], size) for i in which]) for size, which in groups]
+    made = _renewed(batches)
+    for _ in range(times - 1):
+        again = [
+            (factor, _sorted_apart(new, [jobs[i][0].shape[-1] for i in which], [len(jobs[i][0]) for i in which]), shift)
+            for (factor, _, shift), (new, _), (_, which) in zip(batches, made, groups, strict=True)
+        ]
+        made = _renewed(again)
+    for (_, which), (new, good) in zip(groups, made, strict=True):
         counts = [len(jobs[i][0]) for i in which]
-        factors, shifts = torch.cat([f for f, _, _ in given]), torch.cat([s for _, _, s in given])
-        new, good = _renewed(factors, together, shifts)
-        for _ in range(times - 1):
-            new, good = _renewed(factors, _sorted_apart(new, [jobs[i][0].shape[-1] for i in which], counts), shifts)
         parts = zip(*(torch.split(t, counts) for t in new.tensors().values()), strict=True)
         for i, tensors, flags in zip(which, parts, torch.split(good, counts), strict=True):
             own = slice(jobs[i][0].shape[-1])
             cut = {n: t[(slice(None), *[own] * (t.ndim - 1))] for n, t in zip(new.tensors(), tensors, strict=True)}
             found[i] = from_tensors(cut), flags
     return [found[i] for i in range(len(jobs))]
+
+
+def _joined(jobs: list[Job]) -> Job:
+    """Return jobs of one size as one."""
+    if len(jobs) == 1:
+        return jobs[0]
+    factors, olds, shifts = zip(*jobs, strict=True)
+    parts = [old.tensors() for old in olds]
+    together = from_tensors({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    return torch.cat(factors), together, torch.cat(shifts)
 
 
 SIZE_ALIGNMENT = {0: 8, 512: 32}
@@ -63,19 +74,30 @@ def aligned(size: int, device: torch.device) -> int:
 
 ABOUT = 1 / 16
 """Relative difference of sizes that are padded to the same size."""
+ANOTHER_BATCH = {"cuda": 3e8}
+"""By device type, the sum of cubes of sizes that padding may add: as much as takes the time of launching a batch."""
 
 
 def _alike(jobs: Sequence[Job]) -> list[tuple[int, list[int]]]:
     """Return which jobs are decomposed in one batch, with the size that they are padded to."""
     found: dict[Any, list[int]] = {}
-    sizes = sorted({f.shape[-1] for f, old, _ in jobs if f.ndim == 3 and isinstance(old, Eigen)}, reverse=True)
-    padded: dict[int, int] = {}
-    for size in sizes:
-        last = next(reversed(padded.values()), size)
-        padded[size] = last if size >= last * (1 - ABOUT) else size
+    blocks: dict[tuple[str, int], int] = {}
+    for factor, old, _ in jobs:
+        if factor.ndim == 3 and isinstance(old, Eigen):
+            kind = factor.device.type, factor.shape[-1]
+            blocks[kind] = blocks.get(kind, 0) + len(factor)
+    padded: dict[tuple[str, int], int] = {}
+    last: dict[str, int] = {}
+    for device, size in sorted(blocks, reverse=True):
+        larger = last.get(device, size)
+        added = blocks[device, size] * (larger**3 - size**3)
+        if size < larger * (1 - ABOUT) and added > ANOTHER_BATCH.get(device, 0.0):
+            larger = size
+        padded[device, size] = last[device] = larger
     for i, (factor, old, _) in enumerate(jobs):
         size = factor.shape[-1]
-        size = aligned(padded[size], factor.device) if factor.ndim == 3 and isinstance(old, Eigen) else size
+        if factor.ndim == 3 and isinstance(old, Eigen):
+            size = aligned(padded[factor.device.type, size], factor.device)
         found.setdefault((size, factor.ndim, factor.dtype, factor.device, type(old)), []).append(i)
     return [(key[0], which) for key, which in found.items()]
 
@@ -103,15 +125,29 @@ def _sorted_apart(found: Decomposition, own: list[int], counts: list[int]) -> De
     return Eigen(found.vectors, values)
 
 
-def _renewed(factor: Tensor, old: Decomposition, shift: Tensor) -> tuple[Decomposition, Tensor]:
-    if isinstance(old, Inverse):
-        if factor.ndim == 2:
-            inverse = (factor + shift[:, None]).reciprocal()
-            return Inverse(inverse), torch.isfinite(inverse).all(-1)
-        damped = symmetric(factor)
-        damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
-        matrix, sound = inverse_by_blocks(damped)
-        return Inverse(matrix), sound
-    found = warm_step(factor, old)
-    sound = torch.isfinite(found.values).all(-1)
-    return found, sound if found.vectors is None else sound & orthonormal(found.vectors)
+def _renewed(batches: Sequence[Job]) -> list[tuple[Decomposition, Tensor]]:
+    """Return each batch's new decomposition, and which of its blocks are valid."""
+    found, dense = dict[int, tuple[Decomposition, Tensor]](), dict[object, dict[int, tuple[Tensor, Eigen]]]()
+    for i, (factor, old, shift) in enumerate(batches):
+        if isinstance(old, Inverse):
+            found[i] = _inverted(factor, shift)
+        elif factor.ndim == 2:
+            values = factor.clamp(min=0)
+            found[i] = Eigen(None, values), torch.isfinite(values).all(-1)
+        else:
+            dense.setdefault((factor.dtype, factor.device), {})[i] = factor, old
+    for some in dense.values():
+        made = warm_steps([factor for factor, _ in some.values()], [old for _, old in some.values()])
+        for i, (new, is_orthonormal) in zip(some, made, strict=True):
+            found[i] = new, torch.isfinite(new.values).all(-1) & is_orthonormal
+    return [found[i] for i in range(len(batches))]
+
+
+def _inverted(factor: Tensor, shift: Tensor) -> tuple[Inverse, Tensor]:
+    if factor.ndim == 2:
+        inverse = (factor + shift[:, None]).reciprocal()
+        return Inverse(inverse), torch.isfinite(inverse).all(-1)
+    damped = symmetric(factor)
+    damped.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+    matrix, sound = inverse_by_blocks(damped)
+    return Inverse(matrix), sound

@@ -83,6 +83,11 @@ class LayerSpec:
         return 0 if first.key == key else first.pieces * first.dim
 
     @property
+    def widest(self) -> int:
+        """Return the largest dimension of a dense factor; 1 if there is none."""
+        return max([1, *[factor.dim for factor in self.factors if factor.form == "dense"]])
+
+    @property
     def has_moments(self) -> bool:
         """Whether EKFAC measures second moments of the layer."""
         return self.kind in ("linear", "conv", "conv1d-transposed")

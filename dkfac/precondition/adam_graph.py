@@ -9,6 +9,7 @@ tensors.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,11 @@ from dkfac.config.settings import Settings
 from dkfac.config.step_context import StepContext
 from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
-from dkfac.layers.layer import Layer
 from dkfac.ops import many
 from dkfac.ops.precision import tf32
-from dkfac.precondition import adam_eigen, adaptive
+from dkfac.precondition import adam_eigen, adaptive, adaptive_steps
+from dkfac.precondition.adaptive_steps import AdaptiveSteps
+from dkfac.precondition.buffer_items import describe_parameters, describe_together, pairs_of
 
 
 class AdamSteps:
@@ -35,11 +37,21 @@ class AdamSteps:
         self._rules: dict[int, optimizer_rules.Rule] = {}
         self._places: list[Any] = []
         self._items: list[many.Items] | None = None
-        """Mapping between parameters and the stacks' buffers; None if Triton is not available."""
+        """Mapping between parameters and the buffer of each stack; None if Triton is not available."""
+        self._together: many.Items | None = None
+        """Mapping between all parameters and the memory of all buffers."""
+        self._memory: Tensor | None = None
+        self._kept: list[Any] = []
+        """What the tables of ``adaptive`` were made for."""
+        self.adaptive: AdaptiveSteps | None = None
+        """Computes the steps of ``curvature="adaptive"``, if kernels can."""
         self._is_told = False
         self._pointers = self._rates = self._most = torch.zeros(0)
-        """Parameter addresses; ``[2, parameters]``: learning rates, and the factors of decoupled weight decay; limits
-        by layer."""
+        """Parameter addresses; ``[3, parameters]``: learning rates, the factors of decoupled weight decay, and coupled
+        weight decay; limits by layer."""
+        self._alike: tuple[Any, ...] = ()
+        self._is_coupled = False
+        """Whether weight decay is added to gradients."""
         self._limits: dict[Stack, Tensor] | None = None
         """By stack, the limits on its layers' updates: views of ``_most``, which persists; None if there are no limits.
         """
@@ -47,10 +59,14 @@ class AdamSteps:
         """For each stack, the smallest factor by which the limits shortened an update."""
 
     def prepare(
-        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any
-    ) -> list[Any] | None:
+        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any,
+        decompositions: list[Any], may_round: Callable[[Stack], bool], memory: Tensor | None,
+    ) -> list[Any] | None:  # fmt: skip
         """Copy what changes between steps to the device. Returns the objects that the graph depends on, or None if the
-        steps cannot be taken from a graph."""
+        steps cannot be taken from a graph.
+
+        ``memory``: that of all buffers, if kernels can read it.
+        """
         rules = self._rules = optimizer_rules.rules(optimizer)
         settings = context.settings
         given = [p for stack in stacks for layer in stack.layers for p in layer.parameters() if p.grad is not None]
@@ -70,15 +86,21 @@ class AdamSteps:
             return None
         places = [(stacks, *((p.data_ptr(), p.stride(), p.dtype) for p in given))]
         self.parameters = given
-        if self._places != places:
-            self._places = places
-            self._items = _describe(stacks, given)
+        if self._places != places or memory is not self._memory:
+            self._places, self._memory = places, memory
+            self._items, self._together = describe_parameters(stacks, given), None
+            if self._items is not None and memory is not None and settings.adapts_damping:
+                self._together = describe_together(stacks, given)
             device = stacks[0].device
             self._pointers = torch.tensor([p.data_ptr() for p in given], dtype=torch.int64, device=device)
-            self._rates = torch.zeros(2, len(given), dtype=stacks[0].dtype, device=device)
+            self._rates = torch.zeros(3, len(given), dtype=stacks[0].dtype, device=device)
             self._most = torch.zeros(sum(stack.num_layers for stack in stacks), dtype=stacks[0].dtype, device=device)
         left = [1 - float(rule.lr) * rule.weight_decay if rule.decoupled else 1.0 for rule in known]
-        rates = many.on_its_way([float(rule.lr) for rule in known] + left, self._rates.device, self._rates.dtype)
+        self._is_coupled = any(rule.weight_decay and not rule.decoupled for rule in known)
+        coupled = [0.0 if rule.decoupled else rule.weight_decay for rule in known]
+        rates = many.on_its_way(
+            [float(rule.lr) for rule in known] + left + coupled, self._rates.device, self._rates.dtype
+        )
         self._rates.view(-1).copy_(rates, non_blocking=True)
         self._limits = None
         if settings.rescale == "kl-clip":
@@ -94,12 +116,40 @@ class AdamSteps:
         kept = [t for pair in moments for t in pair]
         if settings.adapts_damping:
             kept += [t for stack in stacks for t in stack.adaptive(states)]
-        return [self._rates, self._most, kinds, *kept]
+            self._prepare_adaptive(stacks, states, [*kept, *decompositions, memory], kinds, may_round)
+        return [self._rates, self._most, kinds, self.adaptive, *kept]
+
+    def _prepare_adaptive(
+        self, stacks: list[Stack], states: dict[str, LayerState], kept: list[Any], kinds: tuple[Any, ...],
+        may_round: Callable[[Stack], bool],
+    ) -> None:  # fmt: skip
+        """Make the tables of addresses again if one of the tensors was replaced."""
+        alike = (stacks, kinds, [may_round(stack) for stack in stacks])
+        is_known = len(kept) == len(self._kept) and self._alike == alike
+        if is_known and not any(map(operator.is_not, kept, self._kept)):
+            return
+        self._kept, self._alike, self.adaptive = kept, alike, None
+        if self._together is not None and adaptive_steps.can_step(stacks, states):
+            self.adaptive = AdaptiveSteps(stacks, states, self._rules, may_round)
 
     def _warn(self, what: str) -> None:
         if not self._is_told:
             self._is_told = True
             warnings.warn(f"cuda_graph: steps are taken without a graph, because of {what}", stacklevel=2)
+
+    def take_adaptive(self, before: Tensor, good: Tensor) -> Tensor | None:
+        """Step the parameters inside the graph by the gradients in the stacks' buffers. Returns the norms of the
+        updates; None if kernels cannot."""
+        steps, items, memory = self.adaptive, self._together, self._memory
+        if steps is None or items is None or memory is None:
+            return None
+        if self._is_coupled:
+            many.add_tensors(self._pointers, items, memory, self._rates[2])
+        steps.run(good, before)
+        rates, left, _ = self._rates
+        many.step_tensors(self._pointers, items, memory, rates, left, steps.scales, steps.sane, good)
+        after: Tensor = steps.after
+        return after
 
     def directions(
         self, settings: Settings, stacks: list[Stack], states: dict[str, LayerState], good: Tensor,
@@ -124,35 +174,13 @@ class AdamSteps:
         begin = 0
         flags = torch.split(sane, [stack.num_layers for stack in stacks])
         for i, (stack, update, healthy) in enumerate(zip(stacks, updates, flags, strict=True)):
-            pairs = _pairs(stack, update)
+            pairs = pairs_of(stack, update)
             rates = self._rates[:, begin : begin + len(pairs)]
             begin += len(pairs)
             if self._items is not None:
-                many.step_tensors(self._pointers, self._items[i], update, rates[0], rates[1], healthy, good)
+                factor = torch.ones_like(healthy, dtype=update.dtype)
+                many.step_tensors(self._pointers, self._items[i], update, rates[0], rates[1], factor, healthy, good)
                 continue
             for n, (j, _, p, part) in enumerate(pairs):
                 p.mul_(torch.where(good, rates[1, n], 1.0))
                 p.sub_(torch.where(good & healthy[j], rates[0, n] * part, 0))
-
-
-def _pairs(stack: Stack, grads: Tensor) -> list[tuple[int, Layer, Tensor, Tensor]]:
-    """Return the parameters that have gradients, with their views of a tensor shaped like the stack's buffer."""
-    return [
-        (i, layer, p, part)
-        for i, (layer, parts) in enumerate(stack.parts(grads))
-        for p, part in zip(layer.parameters(), parts, strict=True)
-        if p.grad is not None
-    ]
-
-
-def _describe(stacks: list[Stack], parameters: list[Tensor]) -> list[many.Items] | None:
-    if not many.are_usable(*(stack.buffer for stack in stacks), *parameters):
-        return None
-    found, begin = list[many.Items | None](), 0
-    for stack in stacks:
-        pairs = _pairs(stack, stack.buffer)
-        slots = range(begin, begin + len(pairs))
-        begin += len(pairs)
-        inner, outer = [part for *_, part in pairs], [p for *_, p, _ in pairs]
-        found.append(many.describe(outer, inner, slots, [i for i, *_ in pairs]))
-    return None if any(items is None for items in found) else [items for items in found if items is not None]

@@ -26,10 +26,12 @@ from dkfac.factors.stacks import Stack, write_back
 from dkfac.ops import many
 from dkfac.ops.fused import finish_
 from dkfac.ops.graph_cache import GraphedFunction, GraphPool
+from dkfac.ops.layer_norms import LayerNorms, write_totals
 from dkfac.ops.precision import tf32
 from dkfac.ops.torch_private import foreach_copy_
 from dkfac.precondition import gradient_norms, kronecker, trust_region
 from dkfac.precondition.adam_graph import AdamSteps
+from dkfac.precondition.buffer_items import describe_gradients, lay_out
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.step_length import scales_of
 
@@ -52,9 +54,16 @@ class StepGraph:
         self._others: list[Tensor] = []
         self._views: list[Tensor] = []
         self._items: list[many.Items] | None = None
-        """Mapping between gradients and buffers, for each stack and then the other parameters; None: gradients are
-        copied."""
+        """Mapping between gradients and memory: of all, of each stack and then of the other parameters; None: gradients
+        are copied."""
+        self._memory: Tensor | None = None
+        """Memory of all buffers, if kernels can read it; the other parameters' is last."""
+        self._layer_norms: LayerNorms | None = None
+        self._absent: list[Tensor] = []
+        """Parts of the stacks' buffers whose parameters have no gradient."""
         self._pointers = self._flat = self._good = self._before = self._told = self._rates = torch.zeros(0)
+        self._norms = torch.zeros(0)
+        """Of the layers' gradients, and of the other parameters' together."""
         self._is_told = False
 
     def begin(
@@ -75,7 +84,7 @@ class StepGraph:
         grads = [p.grad for p in self._used if p.grad is not None]
         forms = [(g.stride(), g.dtype) for g in grads]
         if forms != self._forms:
-            self._forms, self._items = forms, _describe(stacks, self._used, self._views)
+            self._forms, self._items = forms, describe_gradients(stacks, self._used, self._views)
         if self._items is None:
             self._copy_in(stacks)
         else:
@@ -83,9 +92,13 @@ class StepGraph:
         flat, good, before = self._flat, self._good, self._before
 
         def read() -> None:
-            if self._items is not None:
-                for items, buffer in zip(self._items, [*(stack.buffer for stack in stacks), flat], strict=True):
-                    many.gather_tensors(self._pointers, items, buffer)
+            for part in self._absent:
+                part.zero_()
+            if self._items is not None and self._memory is not None:
+                many.gather_tensors(self._pointers, self._items[0], self._memory)
+            if self._layer_norms is not None:
+                self._layer_norms.write(self._norms, good)
+                return
             before.copy_(torch.cat([stack.norms(stack.buffer) for stack in stacks]))
             rest = torch.linalg.vector_norm(flat) if len(flat) else flat.new_zeros(())
             good.copy_(torch.isfinite(before).all() & torch.isfinite(rest))
@@ -101,22 +114,31 @@ class StepGraph:
     def _prepare(self, stacks: list[Stack], given: list[Tensor], device: torch.device) -> None:
         """Allocate buffers for the step's results and for the small gradients outside of the layers."""
         mine = {id(p) for stack in stacks for layer in stack.layers for p in layer.parameters()}
+        mine_first = [p for stack in stacks for layer in stack.layers for p in layer.parameters()]
         rest, dtype = [p for p in given if id(p) not in mine], stacks[0].dtype
         small = [p for p in rest if p.numel() < LARGE and p.dtype == dtype and p.device == device
                  and p.grad is not None and not p.grad.is_sparse]  # fmt: skip
         chosen = {id(p) for p in small}
         self._stacks, self._parameters, self._others, self._forms = stacks, given, small, []
         self._large = [p for p in rest if id(p) not in chosen]
-        self._flat = torch.zeros(sum(p.numel() for p in small), device=device, dtype=dtype)
-        parts = torch.split(self._flat, [p.numel() for p in small]) if small else ()
-        self._views = [part.view(p.shape) for p, part in zip(small, parts, strict=True)]
+        self._layer_norms = None
+        weights = [p for p in mine_first if p.grad is not None]
+        self._memory, self._flat = lay_out(stacks, weights, sum(p.numel() for p in small), self._memory)
+        views = torch.split(self._flat, [p.numel() for p in small]) if small else ()
+        self._views = [part.view(p.shape) for p, part in zip(small, views, strict=True)]
         for stack in stacks:
             stack.read()  # allocates the buffers
-        mine_first = [p for stack in stacks for layer in stack.layers for p in layer.parameters()]
+        pairs = [zip(layer.parameters(), parts, strict=True) for stack in stacks for layer, parts in stack.parts()]
+        self._absent = [part for pair in pairs for p, part in pair if p.grad is None]
         self._used = [p for p in (*mine_first, *small) if p.grad is not None]
         self._pointers = torch.zeros(len(self._used), dtype=torch.int64, device=device)
         self._good = torch.ones((), dtype=torch.bool, device=device)
-        self._before = torch.zeros(sum(stack.num_layers for stack in stacks), device=device, dtype=dtype)
+        number = sum(stack.num_layers for stack in stacks)
+        self._norms = torch.zeros(number + 1, device=device, dtype=dtype)
+        self._before = self._norms[:number]
+        if self._memory is not None:
+            layers = [part for stack in stacks for part in stack.buffer.view(stack.num_layers, -1)]
+            self._layer_norms = LayerNorms([*layers, self._flat])
         self._told = torch.ones(3, device=device, dtype=dtype)
         """Norms of all gradients and of all updates, and the smallest clip factor."""
         self._rates = torch.zeros_like(self._before)
@@ -143,7 +165,7 @@ class StepGraph:
         ``id(parameter)``, where the step length depends on them.
         """
         flat, good, before, told, settings = self._flat, self._good, self._before, self._told, context.settings
-        bound, is_held = self._bound(stacks, states, context, optimizer), settings.rescale == "norm-kl"
+        bound, is_held = self._bound(stacks, states, context, optimizer, may_round), settings.rescale == "norm-kl"
         if bound is None or (is_held and not self._bring_rates(stacks, context, optimizer, rates)):
             self._stacks = []  # the eager path will write to the buffers
             return None
@@ -155,6 +177,11 @@ class StepGraph:
                 return kronecker.kronecker_updates(stack, states, stack.buffer, context)
 
         def write() -> None:
+            after = self._adam.take_adaptive(before, good) if settings.adapts_damping else None
+            if after is not None:
+                write_totals(before, after, told)
+                self._put_others(before)
+                return
             if settings.takes_steps:
                 updates = self._adam.directions(settings, stacks, states, good, may_round)
             else:
@@ -213,8 +240,9 @@ class StepGraph:
         return True
 
     def _bound(
-        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any
-    ) -> list[Any] | None:
+        self, stacks: list[Stack], states: dict[str, LayerState], context: StepContext, optimizer: Any,
+        may_round: Callable[[Stack], bool],
+    ) -> list[Any] | None:  # fmt: skip
         """Return the objects that the second graph depends on, or None if it cannot be captured."""
         settings, layers = context.settings, [layer for stack in stacks for layer in stack.layers]
         joined = [stack.decompositions(states) for stack in stacks]
@@ -223,7 +251,7 @@ class StepGraph:
             return None
         bound: list[Any] = [d for found in joined if found is not None for d in found.values()]
         if settings.takes_steps:
-            steps = self._adam.prepare(stacks, states, context, optimizer)
+            steps = self._adam.prepare(stacks, states, context, optimizer, bound, may_round, self._memory)
             return None if steps is None else bound + steps
         if settings.damping_mode == "relative" or settings.uses_inverses:  # a bias that A leaves out is damped by them
             bound += [mean for layer in layers for mean in states[layer.name].means.values()]
@@ -238,7 +266,7 @@ class StepGraph:
                 flat = (stack.num_layers, -1)
                 finish_(stack.buffer.view(flat), update.view(flat), scale, is_sane, self._good)
             else:
-                many.scatter(self._pointers, self._items[i], stack.buffer, update, scale, is_sane, self._good)
+                many.scatter(self._pointers, self._items[1 + i], stack.buffer, update, scale, is_sane, self._good)
 
     def _put_others(self, scales: Tensor) -> None:
         """Zero the gradients outside of the layers if the step is skipped; otherwise leave them unchanged."""
@@ -247,27 +275,3 @@ class StepGraph:
         elif self._others:
             never = torch.zeros(1, dtype=torch.bool, device=self._good.device)
             many.scatter(self._pointers, self._items[-1], self._flat, self._flat, scales, never, self._good)
-
-
-def _describe(stacks: list[Stack], used: list[Tensor], views: list[Tensor]) -> list[many.Items] | None:
-    """Return which gradients belong to which parts of the stacks' buffers and, last, of the other parameters' buffer.
-
-    ``used`` are the parameters, in this order. None if Triton is not available or a memory layout is not supported.
-    """
-    slots, found = {id(p): i for i, p in enumerate(used)}, list[many.Items | None]()
-    rest = dict(slots)
-    if not many.are_usable(*(stack.buffer for stack in stacks), *(p.grad for p in used if p.grad is not None)):
-        return None
-    for stack in stacks:
-        grads, inner, places, index = list[Tensor](), list[Tensor](), list[int](), list[int]()
-        for i, (layer, parts) in enumerate(stack.parts()):
-            for p, part in zip(layer.parameters(), parts, strict=True):
-                if p.grad is not None:
-                    grads.append(p.grad)
-                    inner.append(part)
-                    places.append(rest.pop(id(p)))
-                    index.append(i)
-        found.append(many.describe(grads, inner, places, index))
-    others = [p.grad for p in used if id(p) in rest and p.grad is not None]
-    found.append(many.describe(others, views, list(rest.values()), [0] * len(others)))
-    return None if any(items is None for items in found) else [items for items in found if items is not None]

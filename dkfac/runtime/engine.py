@@ -29,6 +29,7 @@ from dkfac.factors.stacks import Stack, make_stacks
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops.decompose import stored
+from dkfac.ops.graph_cache import GraphPool
 from dkfac.ops.precision import tf32
 from dkfac.precondition import apply, gradient_norms
 from dkfac.precondition.report import UpdateReport
@@ -67,7 +68,7 @@ class Engine:
             collector.use_overlap(overlap)
         self.replanner = Replanner(transport, collector, notices, overlap)
         self.refresher = Refresher(layers, settings, transport, collector, notices, self.replanner, remote)
-        pool = collector.deferred.staged.pool
+        pool = GraphPool()
         self.graph, self._average_alone, self._average_ranks = StepGraph(pool), RunningAverage(pool), RankAverage()
         self._places: list[tuple[torch.dtype, torch.device]] = []
         self.uses_graphs = False
@@ -230,7 +231,6 @@ class Engine:
         self._preconditioner = self._make_preconditioner()
         self.refresher.rewind()
         self.uses_graphs = wants_graphs(self.settings, self._weights, self.transport)
-        self.collector.use_graphs(self.uses_graphs)
 
     def _make_preconditioner(self) -> apply.Preconditioner:
         return apply.Preconditioner(self.ranks, self.transport, self._errors, self.stacks, self._alone)

@@ -64,7 +64,7 @@ NUMBERS = {
     "inverse_backend": ("'threads'", ["thread", "gpu", "", None, 1]),
     "spread_refresh": (">= 1", [0, -1, 2.5, None, True]),
     "fisher_fraction": ("<= 1", [0, -0.5, 1.5, None, "half", True]),
-    "statistics_fraction": ("> 0 and <= 1", [0, -0.5, 1.5, None, True, "half"]),
+    "statistics_fraction": ("> 0 and <= 1", [0, -0.5, 1.5, True, "half"]),
     "tf32": ("True or False", [1, None, "yes"]),
     "cuda_graph": ("True or False", [1, None, "yes"]),
     "worker_fraction": ("> 0 and <= 1", [0, 0.0, -0.5, 1.5, math.nan, math.inf, "0.5", True]),

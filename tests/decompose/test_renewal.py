@@ -115,10 +115,12 @@ def spoil(monkeypatch):
     """Make each second batch of decompositions invalid."""
     real, calls = together._renewed, []
 
-    def sometimes(factor, old, shift):
-        new, sound = real(factor, old, shift)
-        calls.append(len(sound))
-        return new, sound & (len(calls) % 2 == 0)
+    def sometimes(jobs):
+        made = []
+        for new, sound in real(jobs):
+            calls.append(len(sound))
+            made.append((new, sound & (len(calls) % 2 == 0)))
+        return made
 
     monkeypatch.setattr(together, "_renewed", sometimes)
     return calls

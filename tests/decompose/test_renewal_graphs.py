@@ -90,7 +90,6 @@ def acted(monkeypatch):
     monkeypatch.setattr(engine, "has_one_gpu", lambda _: True)
     # Only the refresh: this way of acting has no data of its own for what changes from step to step.
     monkeypatch.setattr(engine.StepGraph, "begin", lambda *_: None)
-    monkeypatch.setattr(engine.Collector, "use_graphs", lambda *_: None)
     return ActedPieces
 
 

@@ -1,47 +1,24 @@
-"""The copies around a convolution's products of strips put every number in its place, in torch and as Triton kernels.
+"""The copies around a convolution's products of strips put every number in its place.
 
-Paths as in ``test_fused``: torch; the kernels in Triton's interpreter, in a session of its own; on a GPU with
-``-m gpu``. What they allocate lies in a frame of sevens, so what is left out, or written beside it, shows.
+What they allocate lies in a frame of sevens, so what is left out, or written beside it, shows.
 """
 
-import importlib.util
 import math
-import os
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_kernels import assert_passes_interpreted, in_another_process
 
-from dkfac.ops import conv_fused, kernels
+from dkfac.ops import conv_fused
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FRAME = 4096
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_triton,
-]
 
-
-class Way(NamedTuple):
-    device: str
-    kernels: bool
-
-
-TORCH = pytest.param(Way("cpu", False), id="torch")
-INTERPRETER = pytest.param(Way("cpu", True), id="interpreted", marks=needs_triton)
-GPU = pytest.param(Way("cuda", True), id="cuda", marks=on_gpu)
-every_way = pytest.mark.parametrize("way", [GPU, INTERPRETER] if INTERPRETED else [TORCH, GPU])
-
-
-def random(way, *shape, dtype=torch.float32, seed=0):
+def random(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(way.device, dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def same_bits(one, other):
@@ -102,18 +79,16 @@ def cut(x, case):
     return torch.cat(taps, dim=-1)
 
 
-@every_way
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [*product([torch.float32], CASES), *product([torch.bfloat16, torch.float16], CASES[4:5])],
     ids=str,
 )
-def test_strips_are_the_taps_side_by_side_with_zeros_around_and_behind(way, dtype, case, buffers):
-    x = random(way, *case.shape, dtype=dtype).to(memory_format=torch.channels_last)
+def test_strips_are_the_taps_side_by_side_with_zeros_around_and_behind(dtype, case, buffers):
+    x = random(*case.shape, dtype=dtype).to(memory_format=torch.channels_last)
     if x.numel() > 1:
         x[0, 0, 0, :2] = torch.tensor([-0.0, float("inf")])[: case.shape[-1]]
     expected = cut(x, case)
-    assert kernels.usable((dtype,), x) == way.kernels
     found = conv_fused.strips(x, *case[1:])
     assert same_bits(found, expected)
     assert found.is_contiguous()
@@ -124,12 +99,10 @@ def test_strips_are_the_taps_side_by_side_with_zeros_around_and_behind(way, dtyp
     assert frames_are_intact(buffers)
 
 
-@every_way
 @pytest.mark.parametrize("change", [torch.Tensor.double, torch.Tensor.contiguous], ids=["float64", "channels-first"])
-def test_strips_are_the_same_of_other_types_and_layouts(way, change):
+def test_strips_are_the_same_of_other_types_and_layouts(change):
     case = CASES[3]
-    x = change(random(way, *case.shape).to(memory_format=torch.channels_last))
-    assert kernels.usable((torch.float32,), x) == (way.kernels and x.dtype == torch.float32)
+    x = change(random(*case.shape).to(memory_format=torch.channels_last))
     assert same_bits(conv_fused.strips(x, *case[1:]), cut(x, case))
 
 
@@ -155,16 +128,14 @@ def put_together(totals, borders, channels):
     return whole[:, order][:, :, order]
 
 
-@every_way
 @pytest.mark.parametrize(("parts", "channels", "width"), [(1, 1, 1), (3, 3, 3), (1, 5, 5), (3, 19, 1), (1, 29, 3)])
 @pytest.mark.parametrize(("bordered", "ones"), [(True, 1), (False, 0)])
-def test_assemble_puts_every_product_in_the_weights_order(way, parts, channels, width, bordered, ones, buffers):
+def test_assemble_puts_every_product_in_the_weights_order(parts, channels, width, bordered, ones, buffers):
     features = channels * width
-    same, one, two, top, bottom = (random(way, parts, features, features, seed=i) for i in range(5))
+    same, one, two, top, bottom = (random(parts, features, features, seed=i) for i in range(5))
     same = same + same.mT
     borders = (top, bottom) if bordered else (None, None)
     expected = put_together((same, one, two), borders, channels)
-    assert kernels.usable((torch.float32,), same) == way.kernels
     found = conv_fused.assemble((same, one, two), borders, channels, ones)
     assert found.shape == (parts, 3 * features + ones, 3 * features + ones)
     assert same_bits(found[:, : 3 * features, : 3 * features], expected)
@@ -173,10 +144,9 @@ def test_assemble_puts_every_product_in_the_weights_order(way, parts, channels, 
     assert frames_are_intact(buffers)
 
 
-@every_way
-def test_assemble_takes_slices(way):
+def test_assemble_takes_slices():
     """As ``factors.product`` returns them of half-precision rows that it had to pad."""
-    same, one, two = (random(way, 2, 16, 16, seed=i)[:, :9, :9] for i in range(3))
+    same, one, two = (random(2, 16, 16, seed=i)[:, :9, :9] for i in range(3))
     found = conv_fused.assemble((same, one, two), (None, None), 3, 0)
     assert same_bits(found, put_together((same, one, two), (None, None), 3))
 
@@ -207,103 +177,12 @@ GRAMS = [
 ]
 
 
-@every_way
 @pytest.mark.parametrize(("case", "parts"), [(GRAMS[0], 3), *((case, 1) for case in GRAMS)], ids=str)
-def test_strips_their_products_and_assemble_make_the_sum_over_patches(way, case, parts):
+def test_strips_their_products_and_assemble_make_the_sum_over_patches(case, parts):
     """In whole numbers, so that the kernels' float32 is exact too."""
-    dtype = torch.float32 if way.kernels else torch.float64
-    x = random(way, *case.shape, dtype=torch.float64).mul(4).round().to(memory_format=torch.channels_last)
+    x = random(*case.shape, dtype=torch.float64).mul(4).round().to(memory_format=torch.channels_last)
     above, below, left, right = case.pads
     padded = F.pad(x, (left, right, above, below))
     patches = F.unfold(padded, (3, case.width), dilation=(1, case.dilation), stride=(1, case.stride))
     patches = patches.mT.reshape(parts, -1, patches.shape[1])
-    assert torch.equal(gram_of_strips(x.to(dtype), case, parts).double(), patches.mT @ patches)
-
-
-@pytest.mark.slow  # on a GPU the kernels themselves run
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is that session")
-def test_the_kernels_run_in_tritons_interpreter():
-    assert_passes_interpreted(__file__, "interpreted")
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dkfac.ops import conv_fused, kernels
-
-TILES = {"POSITIONS": 32, "FEATURES": 64, "ROWS": 16, "COLUMNS": 256}
-MULTIPLES = {"length", "channels", "features", "spread"}
-
-def build(name, pointers, kind, constants, options):
-    kernel = kernels.compiled(getattr(conv_fused, name))
-    constants = {n: v for n, v in {**TILES, **constants}.items() if n in kernel.arg_names}
-    signature = {n: "constexpr" if n in constants else kind if n in pointers else "i32" for n in kernel.arg_names}
-    fixed = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in pointers | MULTIPLES}
-    source = ASTSource(kernel, signature, fixed, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**kernels.COMPILE_OPTIONS, **options})
-    ptx = built.asm["ptx"]
-    wide = all(any(f"{a}.global.v{n}.b32" in ptx for n in "48") for a in ("ld", "st"))
-    print("fma" in ptx, len(built.asm["cubin"]) > 0, wide)
-
-build("_strips_kernel", {"flat", "x"}, "*bf16", {"DILATED": 0, "stride": 1}, {})
-build("_strips_kernel", {"flat", "x"}, "*fp32", {"DILATED": 1}, {})
-totals = {"full", "same", "one", "two", "top", "bottom"}
-build("_assemble_kernel", totals, "*fp32", {"WIDTH": 3, "BORDERS": 1}, {"num_warps": conv_fused.WARPS})
-"""
-
-
-@needs_triton
-def test_the_kernels_compile_for_a_gpu_without_fused_rounding_and_strips_move_16_bytes_at_a_time(tmp_path):
-    """The interpreter runs what the compiler refuses."""
-    said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
-    assert said == ["False True True"] * 2 + ["False True False"]
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("way", [GPU])
-@pytest.mark.parametrize("channels", [3, 64, 96])
-def test_kernels_never_wait_for_the_device_and_replay_in_a_graph(way, channels):
-    case = Case((8, channels, 56, 56), 3)
-    x = random(way, *case.shape, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    totals = [random(way, 2, 3 * channels, 3 * channels, seed=i) for i in range(5)]
-
-    def both():
-        return conv_fused.strips(x, *case[1:]), conv_fused.assemble(totals[:3], tuple(totals[3:]), channels, 0)
-
-    expected = cut(x, case), put_together(totals[:3], totals[3:], channels)
-    both()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = both()
-        with torch.cuda.graph(graph):
-            static = both()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph.replay()
-    torch.cuda.synchronize()
-    for got in found, static:
-        assert all(same_bits(one, other) for one, other in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("way", [GPU])
-def test_kernels_reach_beyond_two_to_the_31_elements(way):
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 90 * 2**30:
-        pytest.skip("needs 90 GiB of free GPU memory")
-    case = Case((260, 64, 224, 224), 3)
-    x = torch.randn(case.shape, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    found = conv_fused.strips(x, *case[1:])
-    assert found.numel() > 2**31
-    for image in (0, 129, 258, 259):
-        assert same_bits(found[image : image + 1], cut(x[image : image + 1], case))
-    del found, x
-    totals = [torch.randn(150, 1344, 1344, device="cuda") for _ in range(3)]
-    found = conv_fused.assemble(totals, (None, None), 448, 1)
-    for part in (0, 149):
-        expected = put_together([t[part : part + 1] for t in totals], (None, None), 448)
-        assert same_bits(found[part : part + 1, :-1, :-1], expected)
+    assert torch.equal(gram_of_strips(x, case, parts).double(), patches.mT @ patches)

@@ -83,33 +83,6 @@ def test_gather_copies_tensors_wherever_they_lie_and_nothing_else(device, progra
 
 
 @every_device
-def test_sources_of_several_types_are_copied_to_their_places_wherever_they_lie(device):
-    whole = [
-        random(device, 4, 12, 6, seed=i).to(t) for i, t in enumerate((torch.bfloat16, torch.float32, torch.float16))
-    ]
-    tensors = [whole[0][:, 1::4], whole[1][:, 2::3], whole[0].as_strided((4, 3, 6), (72, 24, 1)), whole[2][1:3]]
-    memory = torch.full((4099,), 7, dtype=torch.uint8, device=device)
-    begins, places = (0, 1024, 512, 2048), []
-    for begin, t in zip(begins, tensors, strict=True):
-        places.append(memory[begin : begin + t.nbytes].view(t.dtype).view(t.shape))
-    sources = many.Sources(tensors, places, memory)
-    assert sources.is_usable
-    for given in (
-        tensors,
-        [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t + 1) for t in tensors],
-    ):
-        sources.give(given)
-        sources.gather()
-        for place, t in zip(places, given, strict=True):
-            assert torch.equal(place, t)
-    used = torch.zeros(len(memory), dtype=torch.bool, device=device)
-    for begin, t in zip(begins, tensors, strict=True):
-        used[begin : begin + t.nbytes] = True
-    assert bool((memory[~used] == 7).all())
-    assert not many.Sources([t.double() for t in tensors], places, memory).is_usable
-
-
-@every_device
 @pytest.mark.parametrize("sane", [(True, True, True), (True, False, True)])
 @pytest.mark.parametrize("good", [True, False])
 def test_scatter_scales_what_is_sane_and_takes_the_raw_gradient_elsewhere(device, sane, good):
@@ -139,17 +112,37 @@ def test_a_step_decays_and_subtracts_the_scaled_update(device, sane, good):
     update[~torch.tensor(sane)] = torch.inf
     parts = [update.as_strided(t.shape, t.stride(), t.storage_offset()) for t in inner]
     rate, left = torch.rand(2, len(outer), device=device)
+    factor = torch.tensor([0.3, 1.0, -2.0], device=device)
     index = (0, 0, 1, 2, 2)
     expected = []
     for n, (tensor, part, i) in enumerate(zip(outer, parts, index, strict=True)):
         moved = tensor * left[n]
-        moved = moved - part * rate[n] if sane[i] else moved
+        moved = moved - part * (rate[n] * factor[i]) if sane[i] else moved
         expected.append(moved if good else tensor.clone())
     pointers, items = table(device, inner, outer)
     flags = torch.tensor(sane, device=device)
-    many.step_tensors(pointers, items, update, rate, left, flags, torch.tensor(good, device=device))
+    many.step_tensors(pointers, items, update, rate, left, factor, flags, torch.tensor(good, device=device))
     for tensor, wanted in zip(outer, expected, strict=True):
         assert same_bits(tensor, wanted)
+
+
+@every_device
+def test_tensors_are_added_to_their_parts_in_a_larger_memory(device):
+    _, inner, outer = pairs(device)
+    memory = random(device, 100 + 3 * 40 * 80, seed=7)
+    parts = [memory.as_strided(t.shape, t.stride(), 100 + t.storage_offset()) for t in inner]
+    scale = torch.rand(len(outer), device=device)
+    expected = memory.clone()
+    for n, (part, tensor) in enumerate(zip(parts, outer, strict=True)):
+        expected.as_strided(part.shape, part.stride(), part.storage_offset()).add_(tensor * scale[n])
+    slots, addresses = range(len(outer)), [tensor.data_ptr() for tensor in outer]
+    items = many.describe(outer, parts, slots, [0] * len(outer))
+    many.add_tensors(torch.tensor(addresses, device=device), items, memory, scale)
+    assert same_bits(memory, expected)
+    from_there = many.describe(outer, parts, slots, [0] * len(outer), 100)
+    many.add_tensors(torch.tensor(addresses, device=device), from_there, memory[100:], -scale)
+    assert (memory[:100] == expected[:100]).all()
+    assert not same_bits(memory, expected)
 
 
 @every_device
@@ -209,13 +202,15 @@ from triton.compiler import ASTSource
 from dkfac.ops import kernels, many
 
 KINDS = {"raw": "*fp32", "update": "*fp32", "scale": "*fp32", "pointers": "*i64", "meta": "*i64", "table": "*i64"}
+KINDS |= {"tiles": "*i32", "factor": "*fp32"}
 KINDS |= {"totals": "*i64", "sane": "*i1", "good": "*i1", "decay": "fp32", "flag": "*i32", "left": "*fp32"}
-HALF = dict.fromkeys(("raw", "update", "scale", "left", "sane", "good"), "*bf16")
+HALF = dict.fromkeys(("raw", "update", "scale", "left", "factor", "sane", "good"), "*bf16")
 for kernel, constants, kinds in (
     (many._move_kernel, {"MODE": 1, "DIMS": 3, "FIELDS": 16, "BLOCK": 1024}, {}),
     (many._move_kernel, {"MODE": 0, "DIMS": 1, "FIELDS": 16, "BLOCK": 1024}, {}),
     (many._move_kernel, {"MODE": 0, "DIMS": 2, "FIELDS": 16, "BLOCK": 1024}, HALF),
     (many._move_kernel, {"MODE": 2, "DIMS": 2, "FIELDS": 16, "BLOCK": 1024}, {}),
+    (many._move_kernel, {"MODE": 3, "DIMS": 4, "FIELDS": 16, "BLOCK": 1024}, {}),
     (many._absorb_kernel, {"BLOCK": 1024}, {}),
     (many._finite_kernel, {"BLOCK": 1024}, {}),
 ):
@@ -231,4 +226,4 @@ for kernel, constants, kinds in (
 def test_the_kernels_compile_for_a_gpu_without_fused_rounding(tmp_path):
     """The interpreter runs what the compiler refuses."""
     said = in_another_process("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["False", "True"] * 6
+    assert said.split() == ["False", "True"] * 7
