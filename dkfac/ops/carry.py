@@ -21,9 +21,9 @@ from dkfac.ops import constants, kernels
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-TILE, DEPTH = 64, 32
-"""Rows and columns that a program computes, and how many products it adds up at a time."""
-WARPS = 8
+DOWN, ACROSS, DEPTH = 32, 64, 16
+"""Rows and columns that a program computes, and how many products it adds up at a time. See ``tile_products`` for why
+there are few rows."""
 FIELDS = 15
 MOST_SEGMENTS = 4096
 """Limit on the pieces of a layer: many tiny blocks are better multiplied in one batch."""
@@ -106,7 +106,7 @@ def carry_(layers: Sequence[Moments], rotations: Tensor, *, tf32: bool) -> None:
         kernels.launch_kernel(
             kernel, total, rotations, buffer, table, owners, begin,
             FROM_WEIGHTS=layers[0].bases is not None, ALIGNED=is_aligned(layers[0]), TF32=tf32, FIELDS=FIELDS,
-            TILE=TILE, DEPTH=DEPTH, num_warps=WARPS, num_stages=2,
+            DOWN=DOWN, ACROSS=ACROSS, DEPTH=DEPTH, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
@@ -135,7 +135,8 @@ def _segments(layer: Moments, begin: int, *, side: int) -> Iterator[list[int]]:
             number, width = len(piece) // blocks, piece.shape[-1]
             for i in range(b * number, (b + 1) * number):
                 offset = int(piece.storage_offset()) + i * width * width
-                yield [*here, first, width, offset, basis[i].data_ptr(), basis.stride(1), buffer, *weights, side, 0]
+                address = 0 if layer.bases is None else basis[i].data_ptr()  # not of temporary memory
+                yield [*here, first, width, offset, address, basis.stride(1), buffer, *weights, side, 0]
                 first += width
         rest = (rows, columns)[side] - first
         if rest > 0:
@@ -145,7 +146,8 @@ def _segments(layer: Moments, begin: int, *, side: int) -> Iterator[list[int]]:
 def _tiles(segment: list[int]) -> int:
     """Return the number of tiles of a segment."""
     rows, columns, width, side = segment[3], segment[4], segment[6], segment[13]
-    return -(-width // TILE) * -(-(rows if side else columns) // TILE)
+    down, across = (rows, width) if side else (width, columns)
+    return -(-down // DOWN) * -(-across // ACROSS)
 
 
 # Kernels. The table has a row of FIELDS numbers per segment: addresses of momentum and square, stride of their rows,
@@ -155,8 +157,8 @@ def _tiles(segment: list[int]) -> int:
 
 def _rows_kernel(  # type: ignore[no-untyped-def]
     rotations, buffer, table, owners, size,
-    FROM_WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
+    FROM_WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     # buffer[0] <- R momentum, or Q^T momentum; buffer[1] <- R^2 square; buffer[2] <- R^2 square^(1/4).
     segment = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * FIELDS
@@ -185,9 +187,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     square = square.to(tl.pointer_type(tl.float32)) + first * stride
     basis = source.to(tl.pointer_type(tl.float32))
     tile = tl.program_id(0) - tl.load(segment + 14).to(tl.int32)
-    down = (width + TILE - 1) // TILE
-    i = (tile % down) * TILE + tl.arange(0, TILE)
-    j = (tile // down) * TILE + tl.arange(0, TILE)
+    down = (width + DOWN - 1) // DOWN
+    i = (tile % down) * DOWN + tl.arange(0, DOWN)
+    j = (tile // down) * ACROSS + tl.arange(0, ACROSS)
     inside = (i[:, None] < width) & (j[None, :] < columns)
     target = buffer + tl.multiple_of(tl.load(segment + 10), 4) + (first + i[:, None]) * length + j[None, :]
     if offset < 0:
@@ -198,9 +200,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     else:
         if ALIGNED:
             width = tl.multiple_of(width, 4)
-        moved = tl.zeros((TILE, TILE), tl.float32)
-        plain = tl.zeros((TILE, TILE), tl.float32)
-        small = tl.zeros((TILE, TILE), tl.float32)
+        moved = tl.zeros((DOWN, ACROSS), tl.float32)
+        plain = tl.zeros((DOWN, ACROSS), tl.float32)
+        small = tl.zeros((DOWN, ACROSS), tl.float32)
         for begin in range(0, width, DEPTH):
             k = begin + tl.arange(0, DEPTH)
             here = (i[:, None] < width) & (k[None, :] < width)
@@ -221,8 +223,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 def _columns_kernel(  # type: ignore[no-untyped-def]
     rotations, buffer, table, owners, size,
-    FROM_WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
+    FROM_WEIGHTS: tl.constexpr, ALIGNED: tl.constexpr, TF32: tl.constexpr, FIELDS: tl.constexpr, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     # From the buffer: x R^T of each part, or x Q of momentum; these combined to moments.
     segment = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * FIELDS
@@ -242,9 +244,9 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
         source = tl.multiple_of(source, 16)
     basis = source.to(tl.pointer_type(tl.float32))
     tile = tl.program_id(0) - tl.load(segment + 14).to(tl.int32)
-    across = (width + TILE - 1) // TILE
-    i = (tile // across) * TILE + tl.arange(0, TILE)
-    j = (tile % across) * TILE + tl.arange(0, TILE)
+    across = (width + ACROSS - 1) // ACROSS
+    i = (tile // across) * DOWN + tl.arange(0, DOWN)
+    j = (tile % across) * ACROSS + tl.arange(0, ACROSS)
     inside = (i[:, None] < rows) & (j[None, :] < width)
     here = buffer + tl.multiple_of(tl.load(segment + 10), 4) + first
     if offset < 0:
@@ -255,9 +257,9 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
     else:
         if ALIGNED:
             width = tl.multiple_of(width, 4)
-        moved = tl.zeros((TILE, TILE), tl.float32)
-        plain = tl.zeros((TILE, TILE), tl.float32)
-        small = tl.zeros((TILE, TILE), tl.float32)
+        moved = tl.zeros((DOWN, ACROSS), tl.float32)
+        plain = tl.zeros((DOWN, ACROSS), tl.float32)
+        small = tl.zeros((DOWN, ACROSS), tl.float32)
         for begin in range(0, width, DEPTH):
             k = begin + tl.arange(0, DEPTH)
             there = (i[:, None] < rows) & (k[None, :] < width)

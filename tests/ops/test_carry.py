@@ -136,12 +136,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dkfac.ops import carry, kernels
 
-OPTIONS = {"num_warps": carry.WARPS, "num_stages": 2}
+OPTIONS = {"num_warps": 4, "num_stages": 3}
 TYPES = {"table": "*i64", "owners": "*i32", "size": "i32"}
 for kernel in map(kernels.compiled, (carry._rows_kernel, carry._columns_kernel)):
     for from_weights, tf32, aligned in itertools.product((False, True), repeat=3):
         constants = {"FROM_WEIGHTS": from_weights, "TF32": tf32, "ALIGNED": aligned}
-        constants |= {"FIELDS": carry.FIELDS, "TILE": carry.TILE, "DEPTH": carry.DEPTH}
+        constants |= {"FIELDS": carry.FIELDS, "DOWN": carry.DOWN, "ACROSS": carry.ACROSS, "DEPTH": carry.DEPTH}
         signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in kernel.arg_names}
         source = ASTSource(kernel, signature, constants)
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.COMPILE_OPTIONS | OPTIONS)

@@ -100,11 +100,11 @@ KINDS |= dict.fromkeys(("layers", "pieces", "strips", "rows", "order"), "*i64") 
 KINDS |= {"good": "*i1", "sane": "*i1", "count": "i32"}
 
 
-def build(kernel, num_warps=4, **constants):
+def build(kernel, num_warps=4, num_stages=3, **constants):
     kernel = kernels.compiled(kernel)
     signature = {n: "constexpr" if n in constants else KINDS.get(n, "*fp32") for n in kernel.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
-    options = kernels.COMPILE_OPTIONS | {"num_warps": num_warps}
+    options = kernels.COMPILE_OPTIONS | {"num_warps": num_warps, "num_stages": num_stages}
     built = triton.compile(ASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32),
                            options=options)
     print(len(built.asm["cubin"]) > 0, "st.local" in built.asm["ptx"])
