@@ -45,7 +45,7 @@ class PackedFactors:
         return diagonal.mean(-1)
 
     def unpacked(self) -> Tensor:
-        """Return the factors, concatenated along their blocks."""
+        """Return the factors, in_one along their blocks."""
         rows = self.flat.flatten(0, 1)
         return unpack_triangle(rows, self.factor.dim) if self.is_dense else rows
 
@@ -95,8 +95,8 @@ def packed_shape(factor: FactorSpec) -> tuple[int, int, str]:
     return factor.num_blocks, factor.dim, factor.form
 
 
-def concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors concatenated; a single one as it is."""
+def in_one(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors in_one; a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
@@ -104,7 +104,7 @@ def pack(sums: Named, factors: Mapping[Name, FactorSpec], device: torch.device) 
     """Return packed sums, those of one shape and dtype together; without what is no factor (moments)."""
     found, names = list[PackedFactors](), [name for name in sums if name in factors]
     for same in alike(names, lambda name: (packed_shape(factors[name]), sums[name].dtype)):
-        factor, whole = factors[same[0]], concatenated([sums[name].to(device) for name in same])
+        factor, whole = factors[same[0]], in_one([sums[name].to(device) for name in same])
         flat = pack_triangle(whole) if factor.form == "dense" else whole.contiguous()
         found.append(PackedFactors(same, factor, flat.view(len(same), factor.num_blocks, -1)))
     return found
@@ -118,7 +118,7 @@ def unpack(
     by_name = dict(zip(layout.names, pieces, strict=False))
     found, names = list[PackedFactors](), [name for name in layout.held if name in factors]
     for same in alike(names, lambda name: (packed_shape(factors[name]), kind(name))):
-        together = concatenated([by_name[name] for name in same])
+        together = in_one([by_name[name] for name in same])
         found.append(PackedFactors(same, factors[same[0]], together.view(len(same), factors[same[0]].num_blocks, -1)))
     return found, {name: by_name[name] for name in layout.held if name not in factors}
 

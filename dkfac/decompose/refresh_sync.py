@@ -30,7 +30,7 @@ Found = dict[str, dict[str, tuple[Decomposition | None, Outcome]]]
 """By layer and factor key: a decomposition and the outcome that produced it."""
 Means = dict[str, dict[str, Tensor]]
 """Mean eigenvalues by layer and factor key."""
-Factor = tuple[Layer, FactorSpec]
+LayerFactor = tuple[Layer, FactorSpec]
 Outcomes = dict[str, dict[str, Outcome]]
 
 
@@ -72,7 +72,7 @@ def exchange_means(
 ) -> ToldMeans:
     """Sum the mean eigenvalues of some layers' factors over the ranks; those of other layers are zero. Collective."""
     has: list[Tensor | float] = []
-    due, speaking = {layer.name for layer in layers}, list[Factor]()
+    due, speaking = {layer.name for layer in layers}, list[LayerFactor]()
     for layer in ranks.layers:
         state, placement = states[layer.name], ranks.placements[layer.name]
         is_known = layer_factors.is_ready(layer, state)  # what was decomposed has statistics
@@ -96,14 +96,14 @@ def exchange_means(
     return ToldMeans(told, flags, joined)
 
 
-def _live_means(factors: list[Factor], states: dict[str, LayerState]) -> dict[Name, Tensor]:
+def _live_means(factors: list[LayerFactor], states: dict[str, LayerState]) -> dict[Name, Tensor]:
     """Return what running factors contribute to the mean eigenvalues of whole factors, those of one shape at once."""
     found: dict[Name, Tensor] = {}
     if all(layer_factors.traces_are_launched(states[layer.name]) for layer, _ in factors):
         lives = layer_factors.all_live_means({layer.name: layer for layer, _ in factors}.values(), states)
         return {(layer.name, factor.key): lives[layer.name][factor.key] for layer, factor in factors}
 
-    def kind(item: Factor) -> object:
+    def kind(item: LayerFactor) -> object:
         layer, factor = item
         if factor.key == "A_S" or bias_is_silent(layer, factor.key):
             return layer.name

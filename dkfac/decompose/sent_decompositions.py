@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dkfac.comm.buffers import unpack_factor
-from dkfac.comm.packing import Name, alike, concatenated, packed_shape
+from dkfac.comm.packing import Name, alike, in_one, packed_shape
 from dkfac.layers.layer import Layer
 from dkfac.ops.decompose import Decomposition, Eigen, Inverse, from_tensors
 from dkfac.ops.pack import pack_triangle, unpack_triangle
@@ -28,7 +28,7 @@ def pack_all(sent: dict[Name, Decomposition], layers: dict[str, Layer], solver: 
     for names in alike(sorted(sent), kind):
         tensors = [list(sent[name].tensors().values()) for name in names]
         if solver == "cholesky" and tensors[0][0].ndim == 3:
-            triangles = pack_triangle(concatenated([inverse for (inverse,) in tensors]))
+            triangles = pack_triangle(in_one([inverse for (inverse,) in tensors]))
             found |= zip(names, [[t] for t in triangles.view(len(names), -1).unbind()], strict=True)
             continue
         for column in zip(*tensors, strict=True):

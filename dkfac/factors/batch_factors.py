@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dkfac.capture.statistics import BatchStatistics
 from dkfac.comm.buffers import vector
-from dkfac.comm.packing import Name, alike, concatenated
+from dkfac.comm.packing import Name, alike, in_one
 from dkfac.factors.layer_state import Average, LayerState
 from dkfac.layers.layer import Layer
 from dkfac.plan.spec import is_input
@@ -23,7 +23,7 @@ Factors = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch factors of one shape, concatenated along their blocks."""
+    """Batch factors of one shape, in_one along their blocks."""
 
     names: list[Name]
     values: Tensor
@@ -70,7 +70,7 @@ def finish_alone(
     totals = {(name, key): total for name, sums in found.items() for key, total in sums.factors.items()}
     batches = []
     for same in alike(totals, lambda n: (is_input(n[1]), totals[n].shape, totals[n].dtype, totals[n].device)):
-        values = concatenated([totals[name] for name in same])
+        values = in_one([totals[name] for name in same])
         if is_input(same[0][1]):
             rows = vector([found[name].rows for name, _ in same], values.device).to(values.dtype)
             values = (values.view(len(same), -1) / rows[:, None]).view(values.shape)
