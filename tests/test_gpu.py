@@ -35,7 +35,7 @@ def batches(number: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]
     ]
 
 
-EXACT = {"solver": "eigen", "tf32": False, "cuda_graph": False, "spread_refresh": 1}
+EXACT = {"solver": "eigen", "tf32": False, "cuda_graph": False, "spread_refresh": 1, "statistics_fraction": 1.0}
 CASES = [
     {},
     {"curvature": "ekfac"},

@@ -65,7 +65,12 @@ def test_a_matrix_that_cannot_be_decomposed_leaves_others_alone(device):
 def test_what_the_kernel_does_not_handle(device):
     fine = torch.zeros(1, 16, 16, device=device)
     assert cholesky_qr.uses_kernels([fine])
-    for other in (torch.zeros(1, 10, 10), torch.zeros(1, 264, 264), fine.double(), torch.zeros(2, 16, 17)[..., :16]):
+    for other in (
+        torch.zeros(1, 10, 10),
+        torch.zeros(1, 264, 264),
+        fine.double(),
+        torch.zeros(2, 16, 17, device=device)[..., :16],
+    ):
         assert not cholesky_qr.uses_kernels([fine, other.to(device)])
 
 
