@@ -19,7 +19,7 @@ from dkfac.layers.conv import conv_padding
 from dkfac.layers.layer import Layer
 from dkfac.layers.rows import ROWS_PER_FEATURE, hashed
 from dkfac.ops import grouped_grams
-from dkfac.ops.grouped_grams import Grams, Product, Reading, Window
+from dkfac.ops.grouped_grams import ConvWindow, Grams, Product, Reading
 from dkfac.plan.spec import FactorSpec, is_input, whole_key
 
 MOST_DIM = 1024
@@ -100,7 +100,7 @@ def _ratios(call: Call) -> list[float]:
 def rows_of_grouped(layer: Layer, x: Tensor, g: Tensor, *, adapts: bool) -> int | None:
     """Return the number of rows in a call's sum for A; None if kernels cannot sum calls of a layer with tensors like
     these."""
-    if layer.dtype is not torch.float32 or not grouped_grams.usable(x, g):
+    if layer.dtype is not torch.float32 or not grouped_grams.can_read(x, g):
         return None
     one = layer.block or layer
     if one.spec.widest > MOST_DIM:
@@ -118,7 +118,7 @@ def product_of(layer: Layer, key: str, t: Tensor, g: Tensor, *, adapts: bool) ->
     if reading is None:
         return None
     module: Any = layer.module
-    is_conv, is_own = layer.kind == "conv", is_input(key)
+    is_conv, is_own = layer.conv is layer.module, is_input(key)
     unit = reading.taps if is_own else 1
     inside, first = factor.dim - factor.folds_bias, layer.spec.first_feature(key)
     if inside % unit or first % unit:
@@ -134,7 +134,7 @@ def product_of(layer: Layer, key: str, t: Tensor, g: Tensor, *, adapts: bool) ->
 
 
 def _read(layer: Layer, factor: FactorSpec, t: Tensor, g: Tensor, *, adapts: bool) -> Reading | None:
-    if layer.kind != "conv":
+    if layer.conv is not layer.module:
         return grouped_grams.read_rows(t)
     module: Any = layer.module
     if t.ndim == 3 and g.ndim == 3:  # one-dimensional: an image of one line
@@ -153,7 +153,7 @@ def _read(layer: Layer, factor: FactorSpec, t: Tensor, g: Tensor, *, adapts: boo
         return grouped_grams.read_images(t)
     outputs = (g.shape[2], g.shape[3])
     every = _every(t.shape[0], outputs, factor.dim) if adapts else (1, 1)
-    window = Window(_two(kernel), _two(stride), _two(padding), _two(dilation), outputs, every)
+    window = ConvWindow(_two(kernel), _two(stride), _two(padding), _two(dilation), outputs, every)
     return grouped_grams.read_images(t, window)
 
 

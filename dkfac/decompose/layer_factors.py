@@ -49,7 +49,7 @@ def live_means(layer: Layer, state: LayerState) -> dict[str, Tensor]:
 
 def traces_are_launched(state: LayerState) -> bool:
     """Whether a kernel computes the means of a layer's running factors."""
-    return all(traces.uses_kernels(average.value, average.weight) for average in state.running.values())
+    return all(traces.can_trace(average.value, average.weight) for average in state.running.values())
 
 
 def all_live_means(layers: Iterable[Layer], states: dict[str, LayerState]) -> dict[str, dict[str, Tensor]]:

@@ -215,10 +215,10 @@ def share_decompositions(
 
     parts = {(p.layer, p.key) for t in transport.program.stage("decompositions") for p in t.parts}
     sent = {name: own[name[0]][name[1]] for name in parts if is_valid(name) and name[1] in own[name[0]]}
-    packed = pack_all(sent, by_name, settings.solver)
+    packed = pack_all(sent, by_name, packs=settings.uses_inverses)
     received = transport.share("decompositions", lambda part: packed.get((part.layer, part.key)))
     given = {name: flat for name, flat in received.items() if is_valid(name)}
-    inverses = {name for name in given if settings.solver == "cholesky" or outcomes[name[0]][name[1]] == "cholesky"}
-    for (name, key), decomposition in unpack_all(given, by_name, inverses, settings.solver).items():
+    inverses = {name for name in given if settings.uses_inverses or outcomes[name[0]][name[1]] == "cholesky"}
+    for (name, key), decomposition in unpack_all(given, by_name, inverses, packs=settings.uses_inverses).items():
         own[name][key] = decomposition
     return own

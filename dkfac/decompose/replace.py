@@ -127,8 +127,8 @@ def _carry_moments(
             continue
         turns, where = rotations[layer.name], (layer.weight.device, layer.dtype)
         one = _for_kernels(state, turns)
-        if one is not None and carry.uses_kernels(one, room[where]):
-            kind = (where, state.momentum_is_rotated, carry.is_aligned(one))
+        if one is not None and carry.can_carry(one, room[where]):
+            kind = (where, state.momentum_is_rotated, carry.rows_are_aligned(one))
             launched.setdefault(kind, []).append((one, layer.spec.grad_elements * layer.dtype.itemsize))
             continue
         keys = tuple([(key, rotation.shape) for key, rotation in turns.items()])

@@ -18,8 +18,10 @@ from dkfac.ops.pack import pack_triangle, unpack_triangle
 from dkfac.plan.spec import FactorSpec
 
 
-def pack_all(sent: dict[Name, Decomposition], layers: dict[str, Layer], solver: str) -> dict[Name, list[Tensor]]:
-    """Return decompositions as flat tensors to be sent one after the other, those of one shape packed at once."""
+def pack_all(sent: dict[Name, Decomposition], layers: dict[str, Layer], *, packs: bool) -> dict[Name, list[Tensor]]:
+    """Return decompositions as flat tensors to be sent one after the other, those of one shape packed at once.
+
+    ``packs``: whether inverses are sent as triangles."""
     found: dict[Name, list[Tensor]] = {}
 
     def kind(name: Name) -> object:
@@ -27,7 +29,7 @@ def pack_all(sent: dict[Name, Decomposition], layers: dict[str, Layer], solver: 
 
     for names in alike(sorted(sent), kind):
         tensors = [list(sent[name].tensors().values()) for name in names]
-        if solver == "cholesky" and tensors[0][0].ndim == 3:
+        if packs and tensors[0][0].ndim == 3:
             triangles = pack_triangle(in_one([inverse for (inverse,) in tensors]))
             found |= zip(names, [[t] for t in triangles.view(len(names), -1).unbind()], strict=True)
             continue
@@ -47,7 +49,7 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def unpack_all(
-    given: dict[Name, Tensor], layers: dict[str, Layer], inverses: Container[Name], solver: str
+    given: dict[Name, Tensor], layers: dict[str, Layer], inverses: Container[Name], *, packs: bool
 ) -> dict[Name, Decomposition]:
     """Return the decompositions that were received, those of one shape unpacked at once, in memory of their own.
 
@@ -65,7 +67,7 @@ def unpack_all(
         is_inverse, size = names[0] in inverses, factor.num_elements
         if factor.form == "diagonal":
             tensors = {"inverse" if is_inverse else "values": torch.stack(flats).view(-1, factor.dim)}
-        elif solver == "cholesky":
+        elif packs:
             rows = torch.stack(flats).view(len(flats) * factor.num_blocks, -1)
             tensors = {"inverse": unpack_triangle(rows, factor.dim)}
         else:
@@ -79,16 +81,16 @@ def unpack_all(
     return found
 
 
-def pack_decomposition(decomposition: Decomposition, solver: str) -> Tensor:
+def pack_decomposition(decomposition: Decomposition, *, packs: bool) -> Tensor:
     """Return a decomposition as one flat tensor: the triangle of an inverse, or eigenvectors and eigenvalues.
 
-    With an eigen solver, an inverse (a fallback) is sent in place of the eigenvectors.
+    ``packs``: whether inverses are sent as triangles. Otherwise one (a fallback) is sent in place of the eigenvectors.
     """
     match decomposition:
         case Inverse(matrix):
             if matrix.ndim == 2:
                 return matrix.reshape(-1)
-            if solver == "cholesky":
+            if packs:
                 return pack_triangle(matrix).reshape(-1)
             return torch.cat([matrix.reshape(-1), matrix.new_zeros(matrix.shape[0] * matrix.shape[1])])
         case Eigen(vectors, values):

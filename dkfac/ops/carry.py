@@ -24,7 +24,7 @@ tl: Any = None
 DOWN, ACROSS, DEPTH = 32, 64, 16
 """Rows and columns that a program computes, and how many products it adds up at a time. See ``tile_products`` for why
 there are few rows."""
-FIELDS = 15
+SEGMENT_FIELDS = 15
 MOST_SEGMENTS = 4096
 """Limit on the pieces of a layer: many tiny blocks are better multiplied in one batch."""
 
@@ -45,7 +45,7 @@ class Moments(NamedTuple):
     in the old basis, and is rotated."""
 
 
-def uses_kernels(layer: Moments, rotations: Tensor) -> bool:
+def can_carry(layer: Moments, rotations: Tensor) -> bool:
     """Whether ``carry_`` can rotate a layer's moments."""
     tensors = [*layer[:4], rotations, *(basis for side in layer.bases or () for basis in side)]
     if not kernels.usable((torch.float32,), *tensors) or not (layer.outputs or layer.inputs):
@@ -59,7 +59,7 @@ def uses_kernels(layer: Moments, rotations: Tensor) -> bool:
     return blocks <= MOST_SEGMENTS and min(piece.shape[-1] for piece in (*layer.outputs, *layer.inputs)) >= 8
 
 
-def is_aligned(layer: Moments) -> bool:
+def rows_are_aligned(layer: Moments) -> bool:
     """Whether the kernels can load four neighbours at once; they may then read, not write, up to the end of a row."""
     layer = _row_major(layer)
     x, pieces = layer.momentum, (*layer.outputs, *layer.inputs)
@@ -105,8 +105,8 @@ def carry_(layers: Sequence[Moments], rotations: Tensor, *, tf32: bool) -> None:
         owners = index.repeat_interleave(counts, output_size=total)
         kernels.launch_kernel(
             kernel, total, rotations, buffer, table, owners, begin,
-            FROM_WEIGHTS=layers[0].bases is not None, ALIGNED=is_aligned(layers[0]), TF32=tf32, FIELDS=FIELDS,
-            DOWN=DOWN, ACROSS=ACROSS, DEPTH=DEPTH, num_warps=4, num_stages=3,
+            FROM_WEIGHTS=layers[0].bases is not None, ALIGNED=rows_are_aligned(layers[0]), TF32=tf32,
+            FIELDS=SEGMENT_FIELDS, DOWN=DOWN, ACROSS=ACROSS, DEPTH=DEPTH, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def _tiles(segment: list[int]) -> int:
     return -(-down // DOWN) * -(-across // ACROSS)
 
 
-# Kernels. The table has a row of FIELDS numbers per segment: addresses of momentum and square, stride of their rows,
+# Kernels. The table has a row of numbers per segment: addresses of momentum and square, stride of their rows,
 # rows, columns; the segment's first row or column and its width; the offset of its rotation, or -4; address and stride
 # of the rows of its basis; where its block begins in the buffer; addresses of both weights; side; its first tile.
 

@@ -20,14 +20,14 @@ from dkfac.ops import constants, kernels
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-MOST, ROWS, PANEL = 256, 64, 32
+MOST_WIDTH_OF_QR, ROWS, PANEL = 256, 64, 32
 """The largest matrix, the rows that are multiplied at a time, and the columns that are solved together."""
-WARPS = 4
+QR_WARPS = 4
 
 
-def uses_kernels(images: Sequence[Tensor]) -> bool:
+def can_orthonormalize(images: Sequence[Tensor]) -> bool:
     return kernels.usable((torch.float32,), *images) and all(
-        image.shape[-1] <= MOST and image.shape[-1] % 8 == 0 and image.is_contiguous() for image in images
+        image.shape[-1] <= MOST_WIDTH_OF_QR and image.shape[-1] % 8 == 0 and image.is_contiguous() for image in images
     )
 
 
@@ -52,7 +52,7 @@ def orthonormalized(images: Sequence[Tensor], shifts: Sequence[float]) -> list[T
         for columns, gram in zip(found, places, strict=True):
             torch.bmm(columns.mT, columns, out=gram)
         kernels.launch_kernel(
-            _solve_kernel, len(rows) // 2, flat, grams, rows, shift, ROWS=ROWS, PANEL=PANEL, num_warps=WARPS,
+            _solve_kernel, len(rows) // 2, flat, grams, rows, shift, ROWS=ROWS, PANEL=PANEL, num_warps=QR_WARPS,
             num_stages=2,
         )  # fmt: skip
     return found

@@ -232,7 +232,7 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 def _orthonormalized(images: list[Tensor]) -> list[Tensor]:
     """Return nearly orthonormal columns of several batches, by Cholesky-QR with a shift and once more without."""
     shift = 10 * torch.finfo(images[0].dtype).eps
-    which = [i for i, image in enumerate(images) if cholesky_qr.uses_kernels([image])]
+    which = [i for i, image in enumerate(images) if cholesky_qr.can_orthonormalize([image])]
     found = dict(zip(which, cholesky_qr.orthonormalized([images[i] for i in which], [shift, 0.0]), strict=True))
     for i, image in enumerate(images):
         if i not in found:

@@ -1,4 +1,4 @@
-"""Sum the outer products of the rows of many tensors in a few launches: Triton only, check ``usable`` first.
+"""Sum the outer products of the rows of many tensors in a few launches: Triton only, check ``can_read`` first.
 
 Input: tensors at any addresses, and which of their features belong to which factor. Output: one flat tensor with all
 sums. Owns: tables of what is computed where, which are the same as long as shapes and strides are.
@@ -23,19 +23,19 @@ from dkfac.ops import gram_kernels, kernels
 from dkfac.ops.many import on_its_way
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FIELDS = 32
+PRODUCT_FIELDS = 32
 SMALL_TILE, LARGE_TILE, SMALL_FACTOR = 64, 128, 192
 """Widths of tiles, and the largest factor that is computed in small ones."""
 ROWS_AT_ONCE = {SMALL_TILE: 64, LARGE_TILE: 64}
-WARPS = {SMALL_TILE: 4, LARGE_TILE: 8}
+WARPS_BY_TILE = {SMALL_TILE: 4, LARGE_TILE: 8}
 PROGRAMS = 1056
 """Number of programs among which the rows are split: eight for each multiprocessor of a large GPU."""
-SHORTEST = 8
+FEWEST_ITERATIONS = 8
 """Number of iterations of a program below which rows are not split further."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ConvWindow:
     """The two-dimensional window of a convolution."""
 
     kernel: tuple[int, int]
@@ -55,7 +55,7 @@ class Reading:
     positions: int
     strides: tuple[int, int, int]
     """Strides of images, positions (0 for a convolution) and channels."""
-    window: Window | None = None
+    window: ConvWindow | None = None
     sizes: tuple[int, int] = (1, 1)
     """Height and width of the images of a convolution."""
     pixel_strides: tuple[int, int] = (0, 0)
@@ -108,7 +108,7 @@ def read_rows(rows: Tensor) -> Reading | None:
     return Reading(images, positions, (apart, along, rows.stride(-1)))
 
 
-def read_images(x: Tensor, window: Window | None = None) -> Reading | None:
+def read_images(x: Tensor, window: ConvWindow | None = None) -> Reading | None:
     """Return how to read the pixels of images ``[N, C, H, W]``, or their patches."""
     if window is None:
         return read_rows(x.movedim(1, -1))
@@ -118,7 +118,7 @@ def read_images(x: Tensor, window: Window | None = None) -> Reading | None:
     return Reading(images, positions, (apart, 0, across), window, (height, width), (along[0], along[1]))
 
 
-def usable(*tensors: Tensor) -> bool:
+def can_read(*tensors: Tensor) -> bool:
     return kernels.usable(DTYPES, *tensors)
 
 
@@ -160,7 +160,7 @@ class Grams:
         chosen = [i for i, product in enumerate(products) if _tile(product) == width]
         each = {i: _iterations(products[i], width) for i in chosen}
         total = sum(each[i] * len(_tiles(products[i], width)) for i in chosen)
-        most = max(SHORTEST, -(-total // PROGRAMS))
+        most = max(FEWEST_ITERATIONS, -(-total // PROGRAMS))
         launches: dict[Any, Launch] = {}
         for i in chosen:
             kind = _constants(products[i], tf32=self._tf32)
@@ -200,7 +200,7 @@ class Grams:
                     **launch.constants,
                 )  # fmt: skip
             given = (partial, self._products, finish, factors, result)
-            options: dict[str, Any] = {"TILE": width, "FIELDS": FIELDS, "num_warps": 8}
+            options: dict[str, Any] = {"TILE": width, "FIELDS": PRODUCT_FIELDS, "num_warps": 8}
             kernels.launch_kernel(gram_kernels.finish_kernel, len(finish), *given, **options)
         return result
 
@@ -242,7 +242,7 @@ def _constants(product: Product, *, tf32: bool) -> dict[str, int]:
         "CHANNELS": _channels(product),
         "ALIGNED": int(product.aligned), "ONES": int(product.ones), "SINGLE": int(len(_tiles(product, width)) == 1),
         "ROUNDS": int(tf32 or product.dtype is not torch.float32), "TILE": width, "ROWS": ROWS_AT_ONCE[width],
-        "FIELDS": FIELDS, "num_warps": WARPS[width],
+        "FIELDS": PRODUCT_FIELDS, "num_warps": WARPS_BY_TILE[width],
     }  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def _channels(product: Product) -> int:
 
 def _fields(product: Product) -> list[int]:
     reading, packs = product.reading, _packs(product)
-    window = reading.window or Window((1, 1), (1, 1), (0, 0), (1, 1), (1, 1))
+    window = reading.window or ConvWindow((1, 1), (1, 1), (0, 0), (1, 1), (1, 1))
     channels = product.channels * (product.blocks if packs else 1)
     found = [
         1 + product.tensor, channels, product.dim, product.first, 1 if packs else product.pieces,
@@ -264,4 +264,4 @@ def _fields(product: Product) -> list[int]:
         *reading.strides, reading.positions, window.outputs[1] // window.every[1], *window.stride, *window.padding,
         *window.dilation, *reading.sizes, *reading.pixel_strides, window.kernel[1], reading.taps, *window.every,
     ]  # fmt: skip
-    return found + [0] * (FIELDS - len(found))
+    return found + [0] * (PRODUCT_FIELDS - len(found))

@@ -17,8 +17,8 @@ from dkfac.ops import constants, kernels
 tl: Any = None
 """``triton.language``, set when a kernel is compiled."""
 
-BLOCK = 256
-FIELDS = 6
+TRACE_BLOCK = 256
+TRACE_FIELDS = 6
 
 
 class Trace(NamedTuple):
@@ -31,7 +31,7 @@ class Trace(NamedTuple):
     shift: float
 
 
-def uses_kernels(value: Tensor, weight: Tensor) -> bool:
+def can_trace(value: Tensor, weight: Tensor) -> bool:
     return kernels.usable((torch.float32,), value, weight) and value.numel() < 2**31
 
 
@@ -48,7 +48,7 @@ def traces(given: Sequence[Trace]) -> Tensor:
     rows = constants.constant(tuple(table), device, torch.int64)
     coefficients = constants.constant(tuple(numbers), device, torch.float64)
     found = torch.empty(len(coefficients) // 2, dtype=torch.float64, device=device)
-    kernels.launch_kernel(_trace_kernel, len(found), found, rows, coefficients, FIELDS=FIELDS, BLOCK=BLOCK)
+    kernels.launch_kernel(_trace_kernel, len(found), found, rows, coefficients, FIELDS=TRACE_FIELDS, BLOCK=TRACE_BLOCK)
     return found
 
 

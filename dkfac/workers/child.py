@@ -153,5 +153,5 @@ class Inverses:
         for key, (decomposition, outcome) in found.items():
             if decomposition is not None and outcome not in ("kept", "raw"):
                 state.decompositions[key] = decomposition
-                flats[key] = pack_decomposition(decomposition, self.settings.solver)
+                flats[key] = pack_decomposition(decomposition, packs=self.settings.uses_inverses)
         return outcomes, flats, state.means

@@ -30,7 +30,7 @@ def train(optimizer, monkeypatch, *, with_kernels):
     opt, calls = OPTIMIZERS[optimizer](model.parameters()), dict.fromkeys(("carry", "cholesky_qr", "traces"), 0)
     options = {"factor_interval": 1, "inverse_interval": 2, "warmup_refresh": None, "factor_decay": 0.8}
     with monkeypatch.context() as patch:
-        patch.setattr(grouped_grams, "usable", lambda *_: False)  # factors are the same, to the bit
+        patch.setattr(grouped_grams, "can_read", lambda *_: False)  # factors are the same, to the bit
         if with_kernels:
             patch.setattr(together, "aligned", lambda size, _: size + -size % 8)
             patch.setitem(together.ANOTHER_BATCH, "cpu", 1e4)

@@ -93,8 +93,8 @@ def made(names, from_weights, device, seed=0):
 )
 def test_moments_are_carried_as_by_torch(device, names, from_weights):
     layers, flat, expected = made(names, from_weights, device)
-    assert all(carry.uses_kernels(layer, flat) for layer in layers)
-    aligned = [carry.is_aligned(layer) for layer in layers]
+    assert all(carry.can_carry(layer, flat) for layer in layers)
+    aligned = [carry.rows_are_aligned(layer) for layer in layers]
     assert aligned == [name.startswith("aligned") for name in names] or len(names) > 1
     for which in set(aligned):
         some = [layer for layer, is_aligned in zip(layers, aligned, strict=True) if is_aligned == which]
@@ -118,9 +118,9 @@ def test_nothing_becomes_of_what_is_not_finite_elsewhere(device):
 @on_devices
 def test_what_kernels_do_not_rotate(device):
     (layer, *_), flat, _ = made(["whole"], False, device)
-    assert not carry.uses_kernels(layer._replace(outputs=[], inputs=[]), flat)
-    assert not carry.uses_kernels(layer._replace(momentum=layer.momentum.double()), flat)
-    assert not carry.uses_kernels(layer._replace(momentum=layer.momentum.mT.contiguous().mT), flat)
+    assert not carry.can_carry(layer._replace(outputs=[], inputs=[]), flat)
+    assert not carry.can_carry(layer._replace(momentum=layer.momentum.double()), flat)
+    assert not carry.can_carry(layer._replace(momentum=layer.momentum.mT.contiguous().mT), flat)
 
 
 @needs_triton
@@ -141,7 +141,7 @@ TYPES = {"table": "*i64", "owners": "*i32", "size": "i32"}
 for kernel in map(kernels.compiled, (carry._rows_kernel, carry._columns_kernel)):
     for from_weights, tf32, aligned in itertools.product((False, True), repeat=3):
         constants = {"FROM_WEIGHTS": from_weights, "TF32": tf32, "ALIGNED": aligned}
-        constants |= {"FIELDS": carry.FIELDS, "DOWN": carry.DOWN, "ACROSS": carry.ACROSS, "DEPTH": carry.DEPTH}
+        constants |= {"FIELDS": carry.SEGMENT_FIELDS, "DOWN": carry.DOWN, "ACROSS": carry.ACROSS, "DEPTH": carry.DEPTH}
         signature = {n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in kernel.arg_names}
         source = ASTSource(kernel, signature, constants)
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.COMPILE_OPTIONS | OPTIONS)

@@ -36,7 +36,7 @@ def columns(number, width, device, condition=1e2):
 def test_columns_are_orthonormalized_in_their_order(widths, device):
     images = [columns(2, width, device, 10.0) for width in widths]
     expected = [torch.linalg.qr(image.double().cpu()) for image in images]
-    assert cholesky_qr.uses_kernels(images)
+    assert cholesky_qr.can_orthonormalize(images)
     for found, (basis, right) in zip(cholesky_qr.orthonormalized(images, [0.0]), expected, strict=True):
         signed = basis * right.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         torch.testing.assert_close(found.double().cpu(), signed, rtol=0, atol=2e-4)
@@ -64,14 +64,14 @@ def test_a_matrix_that_cannot_be_decomposed_leaves_others_alone(device):
 @on_devices
 def test_what_the_kernel_does_not_handle(device):
     fine = torch.zeros(1, 16, 16, device=device)
-    assert cholesky_qr.uses_kernels([fine])
+    assert cholesky_qr.can_orthonormalize([fine])
     for other in (
         torch.zeros(1, 10, 10),
         torch.zeros(1, 264, 264),
         fine.double(),
         torch.zeros(2, 16, 17, device=device)[..., :16],
     ):
-        assert not cholesky_qr.uses_kernels([fine, other.to(device)])
+        assert not cholesky_qr.can_orthonormalize([fine, other.to(device)])
 
 
 @needs_triton
@@ -90,7 +90,7 @@ kernel = kernels.compiled(cholesky_qr._solve_kernel)
 constants = {"ROWS": cholesky_qr.ROWS, "PANEL": cholesky_qr.PANEL}
 types = {"x": "*fp32", "gram": "*fp32", "table": "*i64", "shift": "fp32"}
 source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
-options = kernels.COMPILE_OPTIONS | {"num_warps": cholesky_qr.WARPS, "num_stages": 2}
+options = kernels.COMPILE_OPTIONS | {"num_warps": cholesky_qr.QR_WARPS, "num_stages": 2}
 built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 print(len(built.asm["cubin"]) > 0, "st.local" in built.asm["ptx"])
 """

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from helpers_kernels import assert_passes_interpreted, in_another_process
 
 from dkfac.ops import grouped_grams
-from dkfac.ops.grouped_grams import Grams, Product, Window, is_aligned, read_images, read_rows
+from dkfac.ops.grouped_grams import ConvWindow, Grams, Product, is_aligned, read_images, read_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -96,10 +96,10 @@ def test_rows_of_linear_layers(device):
 
 
 WINDOWS = [
-    Window((3, 3), (1, 1), (1, 1), (1, 1), (9, 7)),
-    Window((3, 2), (2, 1), (1, 0), (1, 2), (5, 5)),
-    Window((1, 1), (2, 2), (0, 0), (1, 1), (5, 4)),
-    Window((1, 5), (1, 1), (0, 2), (1, 1), (9, 7)),
+    ConvWindow((3, 3), (1, 1), (1, 1), (1, 1), (9, 7)),
+    ConvWindow((3, 2), (2, 1), (1, 0), (1, 2), (5, 5)),
+    ConvWindow((1, 1), (2, 2), (0, 0), (1, 1), (5, 4)),
+    ConvWindow((1, 5), (1, 1), (0, 2), (1, 1), (9, 7)),
 ]
 
 
@@ -172,7 +172,7 @@ def test_types_scales_and_results_in_two_places(device, dtype):
 def test_rows_are_split_among_programs_and_added_up_in_a_fixed_order(device, monkeypatch):
     x = random(5000, 40, device=device)
     (whole,) = run([product_of(x, read_rows(x), 40)])
-    monkeypatch.setattr(grouped_grams, "SHORTEST", 1)
+    monkeypatch.setattr(grouped_grams, "FEWEST_ITERATIONS", 1)
     split = [run([product_of(x, read_rows(x), 40)])[0] for _ in range(3)]
     assert torch.equal(split[0], split[1])
     assert torch.equal(split[0], split[2])

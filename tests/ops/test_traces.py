@@ -32,7 +32,7 @@ def test_traces_are_those_of_torch(device):
         tiny = torch.finfo(torch.float32).tiny
         expected.append((trace / weight.double().clamp(min=tiny)).view(-1, pieces).sum(1) * given[-1][3] - 0.25)
     found = traces.traces([traces.Trace(*each) for each in given])
-    assert all(traces.uses_kernels(value, weight) for value, weight, *_ in given)
+    assert all(traces.can_trace(value, weight) for value, weight, *_ in given)
     torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -49,7 +49,7 @@ from triton.compiler import ASTSource
 from dkfac.ops import kernels, traces
 
 kernel = kernels.compiled(traces._trace_kernel)
-constants = {"FIELDS": traces.FIELDS, "BLOCK": traces.BLOCK}
+constants = {"FIELDS": traces.TRACE_FIELDS, "BLOCK": traces.TRACE_BLOCK}
 types = {"found": "*fp64", "rows": "*i64", "coefficients": "*fp64"}
 source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
 built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.COMPILE_OPTIONS)
