@@ -125,6 +125,11 @@ def weights_of(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
+def layer_states(kfac):
+    """Return what the engine keeps of each layer, by name: the tensors themselves, not copies as in a state dict."""
+    return kfac._engine.states
+
+
 def average_in_one(model):
     """What DDP does where all ranks have all gradients: one flat all-reduce, which is quick on 64 threads."""
     grads = [p.grad for p in model.parameters()]

@@ -11,7 +11,7 @@ import dkfac
 RATCHETS = {
     "flat_modules": 2,
     "flat_modules_lines": 443,
-    "library_lines": 18563,
+    "library_lines": 21530,
     "files_over_300_lines": 0,
     "modules_in_cycles": 0,
     "largest_cycle": 0,
@@ -29,11 +29,11 @@ RATCHETS = {
     "files_naming_a_solver": 15,
     "files_naming_a_layer_kind": 12,
     "settings_fields": 36,
-    "private_reaches": 122,
-    "private_reach_files": 38,
-    "step_files": 55,
-    "step_functions": 247,
-    "step_switches": 527,
+    "private_reaches": 112,
+    "private_reach_files": 35,
+    "step_files": 57,
+    "step_functions": 257,
+    "step_switches": 575,
 }
 """Figure -> the largest value allowed."""
 LOOSE = {"step_files", "step_functions", "step_switches", "flat_modules_lines", "library_lines", "largest_cycle_lines"}

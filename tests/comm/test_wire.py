@@ -10,6 +10,7 @@ per rounding, in units of the agreed scale, which is at most 1/16 of the trace.
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_parity import layer_states
 from helpers_ranks import on_threads
 from helpers_training import SHARE, assert_ranks_are_bitwise_equal, attach, average_gradients, batch, build, weights
 
@@ -44,7 +45,7 @@ def train(rank, options, steps=1, lr=1.0, input_scale=1.0, loss_scale=1.0):
         if rank is not None:
             average_gradients(model)
         optimizer.step()
-    states = kfac._engine.states.items()
+    states = layer_states(kfac).items()
     factors = {(name, key): f for name, found in kfac.factors().items() for key, f in found.items()}
     moments = {name: state.moments.mean() for name, state in states if state.moments is not None}
     return before, weights(model), factors, moments

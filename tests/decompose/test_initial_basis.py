@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers_parity import layer_states
 from helpers_ranks import on_threads
 from helpers_training import LOCK
 from torch import nn
@@ -58,7 +59,7 @@ def test_bases_are_near_the_eigenvectors_and_eigh_is_asked_for_other_sizes_alone
     kfac, _ = train(block_dim=block_dim)
     assert sorted(decompositions) == others
     for name, key in (("0", "A"), ("0", "G"), ("2", "A"), ("2", "G"), ("4", "A")):
-        state = kfac._engine.states[name]
+        state = layer_states(kfac)[name]
         factor, vectors = state.running[key].mean(), state.decompositions[key].vectors
         assert decompose.is_orthonormal(vectors)
         assert off_diagonal(factor, vectors) < 0.05
@@ -170,7 +171,7 @@ def test_on_a_gpu_bases_are_near_the_eigenvectors(block_dim):
     x = torch.randn(2000, 200, device="cuda") * torch.logspace(0, -2, 200, device="cuda")
     F.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
     optimizer.step()
-    for state in kfac._engine.states.values():
+    for state in layer_states(kfac).values():
         for key, found in state.decompositions.items():
             assert decompose.is_orthonormal(found.vectors)
             assert off_diagonal(state.running[key].mean(), found.vectors) < 0.05

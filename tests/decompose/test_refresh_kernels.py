@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from helpers_kernels import assert_passes_interpreted
+from helpers_parity import layer_states
 from torch import nn
 
 from dkfac import KFAC
@@ -69,14 +70,15 @@ def test_a_refresh_by_kernels_interpreted(optimizer, monkeypatch):
     assert kfac.metrics()["repaired_factors"] == other.metrics()["repaired_factors"] == 0
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)
-    for name, state in kfac._engine.states.items():
+    for name, state in layer_states(kfac).items():
+        its = layer_states(other)[name]
         for key, decomposition in state.decompositions.items():
-            q, again = decomposition.vectors, other._engine.states[name].decompositions[key]
+            q, again = decomposition.vectors, its.decompositions[key]
             assert float((q.mT @ q - torch.eye(q.shape[-1])).abs().max()) < 1e-5
             scale = float(again.values.max())
             torch.testing.assert_close(decomposition.values, again.values, rtol=0, atol=1e-3 * scale)
         # In the basis of the weights: directions of little curvature depend on rounding.
-        momenta = [in_weights(each._engine.states[name]) for each in (kfac, other)]
+        momenta = [in_weights(each) for each in (state, its)]
         assert float((momenta[0] - momenta[1]).norm() / momenta[1].norm()) < 2e-3
 
 

@@ -10,7 +10,7 @@ import pytest
 import reference as ref
 import torch
 from helpers_exact import Conv1D, square_loss
-from helpers_parity import EXACT, average_in_one, build, distinct, mean_loss, part, weights_of
+from helpers_parity import EXACT, average_in_one, build, distinct, layer_states, mean_loss, part, weights_of
 from helpers_parity import batch as global_batch
 from helpers_ranks import on_threads
 from helpers_settings import arranged
@@ -366,7 +366,7 @@ def test_no_update_of_adam_in_one_basis_is_longer(betas, number):
 def test_moments_that_a_new_basis_makes_too_small_do_not_make_a_step_too_long():
     model, optimizer, kfac = start()
     train(model, optimizer, 0, 4)
-    for state in kfac._engine.states.values():
+    for state in layer_states(kfac).values():
         state.moments.value.mul_(1e-8)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 4, 5)
@@ -979,7 +979,7 @@ def test_bases_in_bfloat16_take_half_the_memory_and_nearly_the_same_steps(solver
     for dtype in ("float32", "bfloat16"):
         model, optimizer, kfac = small(solver=solver, basis_dtype=dtype)
         train(model, optimizer, 0, STEPS)
-        bases = [d for state in kfac._engine.states.values() for d in state.decompositions.values()]
+        bases = [d for state in layer_states(kfac).values() for d in state.decompositions.values()]
         dense = [d.vectors for d in bases if d.vectors is not None]
         assert {v.dtype for v in dense} == {getattr(torch, dtype)}
         assert all(d.values.dtype == torch.float32 for d in bases)
@@ -1009,7 +1009,7 @@ def test_moments_of_adam_are_not_taken_for_ekfacs_nor_the_other_way():
     kfac.close()
     with KFAC(model, announce=False, curvature="ekfac", norm_form="unit") as other:
         other.load_state_dict(adams)
-        assert all(state.moments is None for state in other._engine.states.values())
+        assert all(state.moments is None for state in layer_states(other).values())
         backward(model, 0)
         other.step()
         backward(model, 1)
@@ -1018,7 +1018,7 @@ def test_moments_of_adam_are_not_taken_for_ekfacs_nor_the_other_way():
     assert any("moments" in layer for layer in ekfacs["layers"].values())
     back = KFAC(model, optimizer, norm_form="unit", **arranged(OPTIONS | RHYTHM))
     back.load_state_dict(ekfacs)
-    assert all(state.moments is None for state in back._engine.states.values())
+    assert all(state.moments is None for state in layer_states(back).values())
 
 
 def test_a_state_without_decompositions_is_a_copy():
@@ -1070,7 +1070,7 @@ def test_bases_follow_a_model_that_is_converted():
     train(model, optimizer, 0, 6)
 
     def kinds():
-        found = [d.vectors for state in kfac._engine.states.values() for d in state.decompositions.values()]
+        found = [d.vectors for state in layer_states(kfac).values() for d in state.decompositions.values()]
         return {vectors.dtype for vectors in found if vectors is not None}
 
     for dtype, kept in ((torch.float64, torch.float64), (torch.float32, torch.bfloat16)):

@@ -9,7 +9,7 @@ import reference as ref
 import test_adam_eigen as base
 import test_step_graphs as graphs
 import torch
-from helpers_parity import EXACT, average_in_one, batch, build, mean_loss, part, weights_of
+from helpers_parity import EXACT, average_in_one, batch, build, layer_states, mean_loss, part, weights_of
 from helpers_ranks import on_threads
 from helpers_settings import arranged
 from torch import nn
@@ -89,7 +89,7 @@ class Run:
         return torch.cat([p.flatten() for p in weights_of(self.train(step, step + 1).model)]) - before
 
     def damping(self, log=None):
-        found = {name: state.adaptive.log_damping for name, state in self.kfac._engine.states.items()}
+        found = {name: state.adaptive.log_damping for name, state in layer_states(self.kfac).items()}
         return {name: float((value if log is None else value.fill_(log)).exp()) for name, value in found.items()}
 
 
@@ -171,7 +171,7 @@ class Oracle(Run, base.Oracle):
 def assert_equals_the_oracle(case, skip=(), **how):
     """Train 20 steps with 5 refreshes."""
     run = Run(case, skip=skip, **how)
-    oracle = Oracle(case, run.kfac._engine.states, **how)
+    oracle = Oracle(case, layer_states(run.kfac), **how)
     assert optimizer_rules.length_of(run.optimizer) == oracle.way
     for step in range(20):
         run.train(step, step + 1)
@@ -305,7 +305,7 @@ def test_a_step_multiplies_each_layer_by_its_bases_as_often_as_it_must(case, cur
     run.backward(3)
     with Products() as products:
         run.optimizer.step()
-    assert products.number == number * len(run.kfac._engine.states)
+    assert products.number == number * len(layer_states(run.kfac))
 
 
 @some_cases
