@@ -120,9 +120,8 @@ def judge_kernel(  # type: ignore[no-untyped-def]
 
 def follow_kernel(  # type: ignore[no-untyped-def]
     layers, partial, values, good, keep, keep_square, less, less_square, ratio, surprise,
-    RATE: tl.constexpr, MARGIN: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHORTEST: tl.constexpr, LONGEST: tl.constexpr, SETTLE: tl.constexpr, RECOVER: tl.constexpr, OPPOSED: tl.constexpr,
-    BOUNDED: tl.constexpr, BLOCK: tl.constexpr,
+    RATE: tl.constexpr, MARGIN: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, SHORTEST: tl.constexpr,
+    RECOVER: tl.constexpr, OPPOSED: tl.constexpr, BOUNDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Judge the last update, adjust damping and length, and say how the next update is computed.
     tiny = 1.1754943508222875e-38
@@ -180,13 +179,10 @@ def follow_kernel(  # type: ignore[no-untyped-def]
 
     followed = log_damping + RATE * (tl.minimum(tl.maximum(to_damping, -3.0), 3.0) - MARGIN)
     log_damping = tl.minimum(tl.maximum(tl.where(is_known, followed, log_damping), LEAST), MOST)
-    longer = tl.where(to_length > AGREEMENT, RATE * tl.minimum(to_length - AGREEMENT, 1.0), -SETTLE)
-    shorter, longer = tl.minimum(log_length + RECOVER, 0.0), tl.maximum(log_length + longer, 0.0)
-    settled = tl.where(log_length < 0, shorter, longer)
     was_too_long = (to_length < OPPOSED) & (energy > surprise)
     cut = log_length - RATE * tl.log(tl.minimum(tl.maximum(energy, 1.0), 1e4))
-    followed = tl.where(was_too_long, cut, settled)
-    log_length = tl.minimum(tl.maximum(tl.where(is_known, followed, log_length), SHORTEST), LONGEST)
+    followed = tl.where(was_too_long, cut, log_length + RECOVER)
+    log_length = tl.minimum(tl.maximum(tl.where(is_known, followed, log_length), SHORTEST), 0.0)
 
     mean_weight = tl.where(is_good, mean_weight * keep + 1, mean_weight)
     square_weight = tl.where(is_good, square_weight * keep_square + 1, square_weight)

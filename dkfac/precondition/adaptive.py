@@ -11,9 +11,8 @@ A large damping c gives the direction of the momentum, which is best for a short
 direction, which is best for a long step. Whether a step is short depends on the loss, the layer and the learning rate,
 so c is learned while training: the next gradient tells whether more of d = dw/dlog(c), at the same length, would have
 been better. The score z = <g, d> / sqrt(sum v d^2) has variance one if the gradient is noise, whatever the unit of the
-loss, and log(c) changes by ``RATE * (z - MARGIN)``. The score of w itself tells whether the step could have been
-longer, up to twice the optimizer's own length. If the next gradient points against the step and is far larger than
-previous gradients, the step was too long, and later steps are shortened.
+loss, and log(c) changes by ``RATE * (z - MARGIN)``. If the next gradient points against the step and is far larger than
+previous gradients, the step was too long, and later steps are shorter than the optimizer's own.
 
 See ``docs/notes/011-never-worse.md``. Does not synchronize with the device.
 """
@@ -40,17 +39,15 @@ from dkfac.precondition import adam_eigen
 
 RATE = 0.3
 """How fast damping and length follow their scores."""
-MARGIN = 0.2
-"""The score that leaves c unchanged. It is above 0 in favor of whitening, which pays off over many steps, while a score
-only looks one step ahead."""
+MARGIN = 1.0
+"""The score that leaves c unchanged: one standard deviation of noise. It is above 0 in favor of whitening, which pays
+off over many steps, while a score only looks one step ahead."""
 LEAST, MOST = math.log(1e-2), math.log(1e2)
 """Bounds on the logarithm of the damping."""
-AGREEMENT = 1.0
-"""The score of an update above which the next one may be longer."""
-SHORTEST, LONGEST = math.log(1e-3), math.log(2.0)
-"""Bounds on the logarithm of the ratio between an update's length and that of the optimizer's own update."""
-SETTLE, RECOVER = 0.1, 0.03
-"""How fast a longer and a shorter update return to the optimizer's own length: change of the logarithm per step."""
+SHORTEST = math.log(1e-3)
+"""Lower bound on the logarithm of the ratio between an update's length and that of the optimizer's own update."""
+RECOVER = 0.03
+"""How fast a shorter update returns to the optimizer's own length: change of the logarithm per step."""
 OPPOSED = -2.0
 SURPRISE = {"sgd": 2.0, "adam": 4.0, "measured": 4.0}
 """An update was too long if its score is below ``OPPOSED`` and the gradient's energy relative to v is above
@@ -203,11 +200,9 @@ def _follow(
     """Adjust the logarithms of damping and length in place by the scores of the last update, where ``is_known``."""
     of_damping, of_length, energy = scores
     log_damping.add_(torch.where(is_known, RATE * (of_damping.clamp_(-3, 3) - MARGIN), 0)).clamp_(LEAST, MOST)
-    longer = torch.where(of_length > AGREEMENT, RATE * (of_length - AGREEMENT).clamp_(max=1), -SETTLE)
-    settled = torch.where(log_length < 0, (log_length + RECOVER).clamp_(max=0), (log_length + longer).clamp_(min=0))
     was_too_long = (of_length < OPPOSED) & (energy > surprise)
-    length = torch.where(was_too_long, log_length - RATE * energy.clamp(1, 1e4).log_(), settled)
-    log_length.copy_(torch.where(is_known, length, log_length)).clamp_(SHORTEST, LONGEST)
+    length = torch.where(was_too_long, log_length - RATE * energy.clamp(1, 1e4).log_(), log_length + RECOVER)
+    log_length.copy_(torch.where(is_known, length, log_length)).clamp_(SHORTEST, 0)
 
 
 def adam_update(

@@ -33,8 +33,7 @@ from dkfac.precondition import adam_eigen, adaptive
 MOST_WORK = 2**25
 """Elements of working memory, unless a single stack needs more."""
 CONSTANTS = {
-    name: getattr(adaptive, name)
-    for name in ("RATE", "MARGIN", "LEAST", "MOST", "AGREEMENT", "SHORTEST", "LONGEST", "SETTLE", "RECOVER", "OPPOSED")
+    name: getattr(adaptive, name) for name in ("RATE", "MARGIN", "LEAST", "MOST", "SHORTEST", "RECOVER", "OPPOSED")
 }
 
 

@@ -103,9 +103,7 @@ def followed(e, y, energy, surprise):
     """Return the logarithm of what an update is of the optimizer's own length, after the score y of the last one."""
     if y < -2 and energy > surprise:
         return max(math.log(1e-3), e - 0.3 * math.log(min(energy, 1e4)))
-    if e < 0:
-        return min(0.0, e + 0.03)
-    return min(math.log(2), max(0.0, e + (0.3 * min(y - 1, 1) if y > 1 else -0.1)))
+    return min(0.0, e + 0.03)
 
 
 class Oracle(Run, base.Oracle):
@@ -128,7 +126,7 @@ class Oracle(Run, base.Oracle):
             w, d = divided(left.mT @ self.m[name][0] @ right, v, self.c[name])
             d = d - w * (w * d).sum() / (w * w).sum()
             z = ((turned * d).sum() / (v * d * d).sum().sqrt()).clamp(-3, 3)
-            self.c[name] = float((self.c[name] * (0.3 * (z - 0.2)).exp()).clamp(0.01, 100))
+            self.c[name] = float((self.c[name] * (0.3 * (z - 1)).exp()).clamp(0.01, 100))
             y, energy = float((turned * w).sum() / (v * w * w).sum().sqrt()), float((turned**2).sum() / v.sum())
             self.e[name] = followed(self.e[name], y, energy, 2 if self.way == "sgd" else 4)
         self.m[name] = m, number = ref.averaged(self.m.get(name), g, betas[0])
@@ -198,20 +196,19 @@ def test_embeddings_rates_by_parameter_and_padding_take_the_steps_written_out(ca
     assert_equals_the_oracle(case, net="language", loss_terms="token", groups=groups)
 
 
-def test_damping_rises_at_a_low_rate_until_steps_are_nearly_the_optimizers_own_and_falls_at_a_high_one():
+def test_damping_rises_at_a_low_rate_toward_the_optimizers_own_step_and_falls_at_a_high_one():
     low, plain, high = Run("SGD", lr=1e-6), Run("SGD", lr=1e-6, plain=True), Run("SGD", lr=1.0)
     angles = [float(torch.cosine_similarity(low.move(0), plain.move(0), 0))]
     low.damping(math.log(0.05))
     for _ in range(60):
         angles.append(float(torch.cosine_similarity(low.move(0), plain.move(0), 0)))
         high.move(0)
-    assert angles[1] < 0.8 < 0.99 < angles[-1]
-    assert max(high.damping().values()) < 1 < min(low.damping().values())
+    assert angles[1] < 0.8 < 0.9 < angles[-1]
+    assert max(high.damping().values()) < 0.05 < 0.4 < min(low.damping().values())
 
 
 @pytest.mark.parametrize("case", [case for case in BY_RULE if "SGD" in case])
-def test_under_large_damping_steps_of_the_optimizers_length_are_torchs_own(case, monkeypatch):
-    monkeypatch.setattr(adaptive, "LONGEST", 0.0)
+def test_under_large_damping_steps_of_the_optimizers_length_are_torchs_own(case):
     run, plain = Run(case), Run(case, plain=True)
     for step in range(10):
         plain.model.load_state_dict(run.model.state_dict())
