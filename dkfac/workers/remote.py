@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.plan.strategies import balance
 from dkfac.workers.hub import Hub
+from dkfac.workers.messages import largest_message
 from dkfac.workers.place import START_SECONDS, RolesPlace
 
 
@@ -76,8 +77,9 @@ class Remote:
         costs = [(float(sum(f.dim**3 for f in layer.spec.factors)), layer.name) for layer in ranks.layers]
         bins = balance(costs, self.place.counts["inverse"])
         self._share = {layer.name: owner for layer, owner in zip(ranks.layers, bins, strict=True)}
-        plain = replace(context.settings, **_schedules(context.settings, context.step))
-        specs = {layer.name: layer.spec for layer in ranks.layers}
+        plain = replace(context.settings, **_schedules(context.settings, context.step)).describe()
+        specs = {layer.name: asdict(layer.spec) for layer in ranks.layers}
+        hub.expect(largest_message(self.model, (layer.spec for layer in ranks.layers)))
         for role in ("statistics", "inverse"):
             for i in range(self.place.counts[role]):
                 hub.post((role, i), (plain, specs, self.place.counts[role]))
