@@ -106,7 +106,7 @@ def from_first(text: str, place: Place) -> str:
     """Return rank 0's text on every rank. Collective."""
     found = [text]
     if not place.is_alone:
-        dist.broadcast_object_list(found, src=0, device=place.device)
+        dist.broadcast_object_list(found, src=0)
     return found[0]
 
 

@@ -106,6 +106,17 @@ class Groups:
     def everyone(self) -> Any:
         return self._groups[self._everyone]
 
+    def for_cpu(self) -> Any:
+        """Return a group of all ranks that sends tensors of the CPU. A collective if everyone's sends only a GPU's."""
+        key = (*self._everyone, self.world_size)  # no ranks of a program: those are below the world size
+        if "nccl" not in (backends := dist.get_backend_config(self.everyone)) or "gloo" in backends:
+            return self.everyone
+        if key not in self._groups:
+            members, is_local = list(self._global), self.parent is not None
+            how: dict[str, Any] = {"timeout": patience(self.parent), "use_local_synchronization": is_local}
+            self._groups[key] = dist.new_group(members, backend="gloo", **how)
+        return self._groups[key]
+
     def make(self, wanted: Iterable[Ranks]) -> None:
         """Create the groups that do not exist yet, in this order."""
         for ranks in wanted:

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dkfac.workers.messages import decode, encode
+import torch
+
+from dkfac.comm.messages import decode, encode
 
 GREETING_SECONDS = 10.0
 """Seconds within which a new connection has to prove that it knows the secret."""
@@ -70,7 +72,7 @@ class Channel:
         if not hmac.compare_digest(code, expected.digest()):
             raise AuthenticationError("a message is not authentic")
         self._received += 1
-        return decode(data)
+        return decode(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
 
     def close(self) -> None:
         close(self._socket)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dkfac.capture.collector import Collector
 from dkfac.capture.hooks import CaptureContext
+from dkfac.comm.messages import largest_message
 from dkfac.config.settings import Settings
 from dkfac.decompose import layer_factors
 from dkfac.decompose.sent_decompositions import pack_decomposition
@@ -26,7 +27,6 @@ from dkfac.layers.find import find_layers, unwrap
 from dkfac.layers.layer import Layer
 from dkfac.workers.channel import AuthenticationError, Channel
 from dkfac.workers.hub import START_BYTES, connect_to_hub
-from dkfac.workers.messages import largest_message
 
 Build = Callable[[], nn.Module]
 Batches = Callable[[int], tuple[Any, Any]]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dkfac.comm.messages import largest_message
 from dkfac.comm.transport import Transport
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.config.step_context import StepContext
@@ -25,7 +26,6 @@ from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.plan.strategies import balance
 from dkfac.workers.hub import Hub
-from dkfac.workers.messages import largest_message
 from dkfac.workers.place import START_SECONDS, RolesPlace
 
 

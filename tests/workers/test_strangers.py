@@ -15,10 +15,10 @@ import torch
 from helpers_ranks import on_processes
 
 import dkfac
-from dkfac.comm import groups
+from dkfac.comm import groups, messages
 from dkfac.config.settings import Settings
 from dkfac.workers import channel as channels
-from dkfac.workers import messages, secret
+from dkfac.workers import secret
 from dkfac.workers.channel import AuthenticationError
 from dkfac.workers.hub import STRANGERS, Hub, connect_to_hub
 
@@ -304,8 +304,7 @@ def test_a_message_longer_than_any_there_can_be_is_refused_before_it_is_read(hub
 # --- the format
 
 
-def joined(value):
-    return bytearray(b"".join(messages.encode(value)))
+joined = messages.to_tensor
 
 
 def test_messages_come_back_as_they_were():
@@ -329,15 +328,19 @@ def test_what_has_no_place_in_a_message_is_refused_with_its_place():
 
 def head(text, rest=b""):
     text = text.encode() if isinstance(text, str) else text
-    return bytearray(struct.pack("!Q", len(text)) + text + rest)
+    return plain(struct.pack("!Q", len(text)) + text + rest)
+
+
+def plain(data):
+    return torch.tensor(list(data), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        bytearray(),
-        bytearray(b"1234567"),
-        bytearray(struct.pack("!Q", 2**63)),
+        plain(b""),
+        plain(b"1234567"),
+        plain(struct.pack("!Q", 2**63)),
         head(pickle.dumps(1)),
         head("[]"),
         head('{"tree": {"t": 0}, "tensors": []}'),
@@ -351,7 +354,7 @@ def head(text, rest=b""):
         head('{"tree": {"x": 1}, "tensors": []}'),
         head('{"tree": ' + "[" * 100000 + "]" * 100000 + ', "tensors": []}'),
     ],
-    ids=lambda data: str(bytes(data[8:48])),
+    ids=lambda data: str(bytes(data[8:48].tolist())),
 )
 def test_what_is_no_message_is_refused(data):
     with pytest.raises(ValueError, match="not a message of dkfac"):
@@ -362,7 +365,7 @@ def test_damaged_messages_are_refused_or_read_and_nothing_else():
     generator = torch.Generator().manual_seed(0)
     whole = joined({"a": torch.randn(5), "b": [1, "x"]})
     for _ in range(500):
-        data = bytearray(whole)
+        data = whole.clone()
         place = int(torch.randint(len(data), (), generator=generator))
         data[place] ^= 1 << int(torch.randint(8, (), generator=generator))
         with contextlib.suppress(ValueError):

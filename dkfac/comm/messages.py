@@ -1,4 +1,4 @@
-"""Messages between the hub and the helpers as bytes: JSON and raw tensors, so that reading one runs no code.
+"""Values as bytes that another process reads: JSON and raw tensors, so that reading one runs no code.
 
 Input: nested dicts, lists, numbers, strings and tensors; or bytes. Output: the other of the two. Owns: nothing.
 
@@ -60,7 +60,7 @@ def _to_plain(value: Any, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         if _name(value) not in _DTYPES:
-            raise TypeError(f"{where or 'a message'} is a tensor of {value.dtype}, which cannot be sent to helpers")
+            raise TypeError(f"{where or 'a message'} is a tensor of {value.dtype}, which cannot be sent")
         return {"t": len(tensors) - 1}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"d": {key: _to_plain(item, tensors, f"{where}/{key}") for key, item in value.items()}}
@@ -69,8 +69,8 @@ def _to_plain(value: Any, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, _PLAIN):
         return value
     raise TypeError(
-        f"{where or 'a message'} is a {type(value).__name__}: only tensors, numbers, strings, lists and dicts are sent "
-        f"to helpers"
+        f"{where or 'a message'} is a {type(value).__name__}: only tensors, numbers, strings, lists and dicts can be "
+        f"sent"
     )
 
 
@@ -86,14 +86,19 @@ def _bytes_of(tensor: Tensor) -> bytearray:
     return data
 
 
-def decode(data: bytearray) -> Any:
-    """Return the value of a message; tuples come back as lists. Raises ValueError if it is not one."""
+def to_tensor(value: Any) -> Tensor:
+    """Return a message as bytes in one tensor on the CPU, a multiple of 16 of them."""
+    return torch.frombuffer(bytearray().join(encode(value)), dtype=torch.uint8)
+
+
+def decode(data: Tensor) -> Any:
+    """Return the value of a message of bytes; tuples come back as lists. Raises ValueError if it is no message."""
     try:
-        (size,) = _LENGTH.unpack_from(data)
+        (size,) = _LENGTH.unpack(_text(data[: _LENGTH.size]))
         if size > len(data) - _LENGTH.size:
             raise ValueError("its head is longer than the message")
         position = _LENGTH.size + size
-        head = json.loads(data[_LENGTH.size : position].decode())
+        head = json.loads(_text(data[_LENGTH.size : position]).decode())
         tensors = []
         for dtype, shape in head["tensors"]:
             tensor, position = _tensor_at(data, position, dtype, shape)
@@ -101,22 +106,24 @@ def decode(data: bytearray) -> Any:
         if position != len(data):
             raise ValueError(f"it has {len(data) - position} bytes that belong to no tensor")
         return _from_plain(head["tree"], tensors)
-    except (struct.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, RecursionError, RuntimeError) as error:
         raise ValueError(f"not a message of dkfac: {error}") from error
 
 
-def _tensor_at(data: bytearray, position: int, name: str, shape: list[int]) -> tuple[Tensor, int]:
-    """Return the tensor that begins at a position, as a view of the data, and the position after it."""
+def _text(data: Tensor) -> bytes:
+    return bytes(data.numpy())
+
+
+def _tensor_at(data: Tensor, position: int, name: str, shape: list[int]) -> tuple[Tensor, int]:
+    """Return the tensor that begins at a position, and the position after it."""
     dtype = _DTYPES[name]
     if len(shape) > _MOST_DIMS or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"a tensor has shape {shape}")
-    count = math.prod(shape)
-    end = position + -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    num_bytes = math.prod(shape) * dtype.itemsize
+    end = position + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     if end > len(data):
         raise ValueError(f"a tensor of shape {shape} is longer than the message")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype), end
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=position).view(shape), end
+    return data[position : position + num_bytes].view(dtype).view(shape).clone(), end  # torch.save refuses views
 
 
 def _from_plain(tree: Any, tensors: list[Tensor]) -> Any:
