@@ -75,6 +75,7 @@ def prepare_attachment(
     rules = optimizer_rules.rules_of_steps(chosen, optimizer)
     layers, left = find_layers(inner, chosen, trained, rules)
     check_layers(layers, left, ATTACHED)
+    optimizer_rules.check_zero(optimizer, chosen.share)
     adam_eigen.check_optimizer(optimizer, chosen.curvature)
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
