@@ -30,6 +30,16 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if is_joined() else 1
 
 
+def backends_of(group: Any = None) -> str:
+    """Return the backends of a group (None: the default group) by device, like ``"cpu:gloo,cuda:nccl"``."""
+    return str(dist.get_backend_config(group))
+
+
+def sends_by_nccl(device: torch.device, group: Any = None) -> bool:
+    """Whether a group sends a device's tensors by NCCL."""
+    return device.type == "cuda" and "nccl" in backends_of(group)
+
+
 def check_world(planned: int, process_group: Any) -> None:
     """Raise if the world size is not the one that K-FAC was attached with."""
     now = world_size(process_group)
@@ -109,7 +119,7 @@ class Groups:
     def for_cpu(self) -> Any:
         """Return a group of all ranks that sends tensors of the CPU. A collective if everyone's sends only a GPU's."""
         key = (*self._everyone, self.world_size)  # no ranks of a program: those are below the world size
-        if "nccl" not in (backends := dist.get_backend_config(self.everyone)) or "gloo" in backends:
+        if "nccl" not in (found := backends_of(self.everyone)) or "gloo" in found:
             return self.everyone
         if key not in self._groups:
             members, is_local = list(self._global), self.parent is not None

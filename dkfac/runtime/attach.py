@@ -150,7 +150,7 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
         if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
             return Transport(replace(plan, loopback=True), groups.make_groups(process_group), device).open()
         return OneRank(plan, device)
-    check_several_ranks(settings, specs)
+    check_several_ranks(settings, specs, by_nccl=groups.sends_by_nccl(device, process_group))
     own = groups.make_groups(process_group)
     try:
         transport = _agree(specs, settings, choices, own, device, cluster)
@@ -166,9 +166,11 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
         raise
 
 
-def check_several_ranks(settings: Settings, specs: list[LayerSpec]) -> None:
-    """Raise for settings under which results would depend on the number of ranks."""
+def check_several_ranks(settings: Settings, specs: list[LayerSpec], *, by_nccl: bool) -> None:
+    """Raise for settings under which results would depend on the number of ranks, or ranks might hang."""
     check_combinations(settings, "on several ranks")
+    if by_nccl:
+        check_combinations(settings, "with NCCL")
     diagonal = [(spec.name, f.key) for spec in specs for f in spec.factors if f.form == "diagonal"]
     if settings.experimental.staleness == "basis" and diagonal:
         name, key = diagonal[0]
