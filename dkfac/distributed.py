@@ -62,6 +62,7 @@ def init(backend: str | None = None, *, timeout_seconds: float | None = None) ->
         rank=rank,
         world_size=world_size,
         timeout=timeout,
+        device_id=device if device.type == "cuda" and backend != "gloo" else None,  # so that NCCL can split it
     )
     return Place(rank, world_size, device)
 
@@ -106,7 +107,7 @@ def from_first(text: str, place: Place) -> str:
     """Return rank 0's text on every rank. Collective."""
     found = [text]
     if not place.is_alone:
-        dist.broadcast_object_list(found, src=0, device=place.device)
+        dist.broadcast_object_list(found, src=0)
     return found[0]
 
 

@@ -27,7 +27,7 @@ from dkfac.runtime.notices import Notices
 from dkfac.runtime.optimizer_checkpoint import OptimizerCheckpoint
 from dkfac.runtime.report import Instruments
 from dkfac.runtime.scaler_search import ScalerSearch
-from dkfac.state import checkpoint, optimizer_state, restore, whole_factors
+from dkfac.state import checkpoint, optimizer_state, restore, shards, whole_factors
 from dkfac.workers.remote import Remote
 
 
@@ -180,16 +180,16 @@ class KFAC:
         engine, timer = self._engine, self._collector.timer
         return Instruments(self.settings, self.layers, engine.transport, timer, engine.replanner.rows_seen)
 
-    def state_dict(self, *, decompositions: bool = True, gather: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, decompositions: bool = True, gather: bool = False, shard: bool = False) -> dict[str, Any]:
         """Return the state by layer name, as tensors, numbers and strings.
 
-        It loads on any number of ranks and under any strategy. Under torch.distributed, each rank returns what it
-        holds, as ``torch.distributed.checkpoint`` expects.
+        It loads on any number of ranks and under any strategy. Each rank returns what it holds, as torch's DCP expects.
 
         Args:
             decompositions: if False, the state is about half as large, but does not resume bitwise: the first measured
                 step after loading decomposes again.
             gather: collect the state on rank 0; other ranks return an empty dict. All ranks must call it.
+            shard: leave out what an earlier rank returns too, for files that :meth:`load_state_dict` gets as a list.
         """
         engine = self._engine
         if self._in_optimizer is not None:
@@ -207,16 +207,15 @@ class KFAC:
             owned = [layer for layer in self.layers if engine.ranks.steps(layer.name)]
             optimizer_state.save_owned(self._optimizer, owned, state)
         state |= quadratic.saved(self._model, self._moves)
-        parts = engine.transport.gather(state) if gather else [state]
-        return {} if parts is None else checkpoint.merge(parts)
+        return shards.share_out(state, engine.ranks, engine.transport, gather=gather, shard=shard)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Load a state that :meth:`state_dict` returned, on any device, any number of ranks and any strategy.
 
         Under torch.distributed, all ranks must call it. With ``share="weights"``, load the optimizer's state first.
         """
         engine, layers = self._engine, self._engine.ranks.by_name
-        state = whole_factors.to_pieces(state, layers, self.settings.block_dim)
+        state = whole_factors.to_pieces(checkpoint.merge(state), layers, self.settings.block_dim)
         loaded = restore.load(state, layers, engine.ranks.holds)
         self._collector.count_abandoned(loaded.counters.pop("abandoned", 0))
         if isinstance(self.settings.damping, levenberg_marquardt.LevenbergMarquardt):

@@ -43,6 +43,7 @@ LONG = [
     "tools/test_scripts",
     "tools/test_run_paths",
     "workers/test_roles",
+    "workers/test_strangers",
 ]
 """Files of ten seconds or more on one core."""
 
@@ -63,7 +64,7 @@ KEPT = [
     "test_a_state_is_a_copy_and_loading_it_back_is_bitwise[linear-warm-eigen]",
     "test_the_sum_over_patches_of_groups_and_padding_modes[zeros-3]",
     "test_a_worker_that_goes_is_noticed_and_nobody_waits_for_it",
-    "test_strays_at_the_hubs_door_keep_nobody_out",
+    "test_strangers_at_the_hubs_door_keep_nobody_out",
 ]
 """Tests of these files that are part of the quick tier."""
 

@@ -11,11 +11,12 @@ import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dkfac.comm.collectives import all_gather, broadcast_from
+from dkfac.comm.buffers import on_cpu
+from dkfac.comm.collectives import all_gather, broadcast_from, exchange
 from dkfac.comm.groups import Groups
+from dkfac.comm.messages import decode, to_tensor
 from dkfac.plan.plan import difference
 
 MESSAGE_BYTES = 2048
@@ -68,11 +69,17 @@ def raise_everywhere(groups: Groups, error: BaseException | None, device: torch.
     raise RuntimeError(where or "a rank failed in K-FAC's part of the step, and does not say how")
 
 
-def gather_objects(groups: Groups, mine: Any) -> list[Any] | None:
-    """Return every rank's object on rank 0, None elsewhere."""
-    gathered: list[Any] | None = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object(mine, gathered, dst=groups.global_rank(0), group=groups.everyone)
-    return gathered
+def gather_state(groups: Groups, mine: Any) -> list[Any] | None:
+    """Return every rank's dicts of tensors, numbers and strings on rank 0, None elsewhere. Tensors come back on the
+    CPU; nothing goes through a GPU's memory."""
+    group, is_first = groups.for_cpu(), groups.rank == 0
+    own = torch.empty(0, dtype=torch.uint8) if is_first else to_tensor(mine)
+    sizes = all_gather(torch.tensor([len(own)]), group).wait().tolist()
+    nobody = [0] * groups.world_size
+    flat = exchange(own, [len(own), *nobody[1:]], sizes if is_first else nobody, group).wait()
+    if not is_first:
+        return None
+    return [on_cpu(mine), *(decode(part) for part in torch.split(flat, sizes)[1:])]
 
 
 def _bytes(data: bytes, device: torch.device) -> Tensor:

@@ -30,6 +30,16 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if is_joined() else 1
 
 
+def backends_of(group: Any = None) -> str:
+    """Return the backends of a group (None: the default group) by device, like ``"cpu:gloo,cuda:nccl"``."""
+    return str(dist.get_backend_config(group))
+
+
+def sends_by_nccl(device: torch.device, group: Any = None) -> bool:
+    """Whether a group sends a device's tensors by NCCL."""
+    return device.type == "cuda" and "nccl" in backends_of(group)
+
+
 def check_world(planned: int, process_group: Any) -> None:
     """Raise if the world size is not the one that K-FAC was attached with."""
     now = world_size(process_group)
@@ -105,6 +115,17 @@ class Groups:
     @property
     def everyone(self) -> Any:
         return self._groups[self._everyone]
+
+    def for_cpu(self) -> Any:
+        """Return a group of all ranks that sends tensors of the CPU. A collective if everyone's sends only a GPU's."""
+        key = (*self._everyone, self.world_size)  # no ranks of a program: those are below the world size
+        if "nccl" not in (found := backends_of(self.everyone)) or "gloo" in found:
+            return self.everyone
+        if key not in self._groups:
+            members, is_local = list(self._global), self.parent is not None
+            how: dict[str, Any] = {"timeout": patience(self.parent), "use_local_synchronization": is_local}
+            self._groups[key] = dist.new_group(members, backend="gloo", **how)
+        return self._groups[key]
 
     def make(self, wanted: Iterable[Ranks]) -> None:
         """Create the groups that do not exist yet, in this order."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dkfac.comm import agree, collectives, packing
-from dkfac.comm.buffers import dtype_of, on_cpu, vector
+from dkfac.comm.buffers import dtype_of, vector
 from dkfac.comm.collectives import Pending
 from dkfac.comm.groups import Groups
 from dkfac.comm.packing import Layout, Named, PackedFactors, to_buffer
@@ -258,8 +258,8 @@ class Transport:
         return numbers
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value, with the tensors of its dicts on the CPU, on rank 0; None elsewhere."""
-        return agree.gather_objects(self.groups, on_cpu(value))
+        """Return every rank's dicts of tensors and plain values, on the CPU, on rank 0; None elsewhere."""
+        return agree.gather_state(self.groups, value)
 
     def tell(self, text: str) -> str:
         """Return rank 0's text, on all ranks."""

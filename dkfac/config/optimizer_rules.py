@@ -61,6 +61,23 @@ def hides(settings: Settings, optimizer: Any) -> bool:
     return is_plain or (settings.curvature == "adaptive" and length_of(optimizer) != "measured")
 
 
+def check_zero(optimizer: Any, share: str) -> None:
+    """Raise for what does not work with torch's ``ZeroRedundancyOptimizer``, which decides itself which rank steps a
+    parameter."""
+    if not any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        return
+    if share == "weights":
+        raise ValueError(
+            'share="weights" with ZeroRedundancyOptimizer: both decide which rank steps a layer, and the weights that '
+            'K-FAC sends may not be those that were stepped; use share="gradients", or the plain optimizer'
+        )
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise ValueError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps during the backward pass, before K-FAC has "
+            "preconditioned the gradients: use overlap_with_ddp=False"
+        )
+
+
 def rules(optimizer: Any) -> dict[int, Rule]:
     """Return the optimizer's settings as they are now, by the parameters' ids."""
     found: dict[int, Rule] = {}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Where = Literal["always", "without an optimizer", "with roles"]
+Where = Literal["always", "without an optimizer", "with roles", "on several ranks", "with NCCL"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,5 +187,19 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         'roles require curvature="adaptive", "adam-eigen" or "kfac", fisher="empirical", share="gradients" and '
         'staleness="fixed", without strategy and spread_refresh: helpers measure and decompose',
         "with roles",
+    ),
+    Restriction(
+        ("staleness",),
+        lambda s: s.experimental.staleness == "change",
+        'staleness="change" on several ranks: what is noise is estimated from halves of each rank\'s examples, so the '
+        'intervals would depend on the number of ranks; use "fixed" or "basis"',
+        "on several ranks",
+    ),
+    Restriction(
+        ("overlap",),
+        lambda s: s.experimental.overlap,
+        "overlap=True with NCCL: collectives would be launched from autograd's threads while DDP's reductions are "
+        "outstanding on another communicator, in an order that may differ between ranks, which may hang: omit overlap",
+        "with NCCL",
     ),
 )  # fmt: skip

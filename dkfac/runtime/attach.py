@@ -22,6 +22,7 @@ from dkfac.comm.one_rank import OneRank
 from dkfac.comm.transport import Transport
 from dkfac.config import optimizer_rules
 from dkfac.config.resolve import choose_settings
+from dkfac.config.restrictions import check_combinations
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
@@ -74,6 +75,7 @@ def prepare_attachment(
     rules = optimizer_rules.rules_of_steps(chosen, optimizer)
     layers, left = find_layers(inner, chosen, trained, rules)
     check_layers(layers, left, ATTACHED)
+    optimizer_rules.check_zero(optimizer, chosen.share)
     adam_eigen.check_optimizer(optimizer, chosen.curvature)
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
@@ -148,6 +150,7 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
         if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
             return Transport(replace(plan, loopback=True), groups.make_groups(process_group), device).open()
         return OneRank(plan, device)
+    check_several_ranks(settings, specs, by_nccl=groups.sends_by_nccl(device, process_group))
     own = groups.make_groups(process_group)
     try:
         transport = _agree(specs, settings, choices, own, device, cluster)
@@ -161,6 +164,20 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
     except Exception:
         own.close()
         raise
+
+
+def check_several_ranks(settings: Settings, specs: list[LayerSpec], *, by_nccl: bool) -> None:
+    """Raise for settings under which results would depend on the number of ranks, or ranks might hang."""
+    check_combinations(settings, "on several ranks")
+    if by_nccl:
+        check_combinations(settings, "with NCCL")
+    diagonal = [(spec.name, f.key) for spec in specs for f in spec.factors if f.form == "diagonal"]
+    if settings.experimental.staleness == "basis" and diagonal:
+        name, key = diagonal[0]
+        raise ValueError(
+            f'staleness="basis" on several ranks: factor {key} of layer {name!r} is diagonal, and whether it changed '
+            f'is judged by noise that depends on the number of ranks; use skip=[{name!r}] or staleness="fixed"'
+        )
 
 
 def _agree(

@@ -24,6 +24,9 @@ from dkfac.plan.spec import FactorSpec
 
 STATE_VERSION = 2
 EIGEN_FORM = "eigen"
+ON_ALL_RANKS = ("means", "decomposed_at", "decomposed", "failures")
+OF_WORKERS = ("momentum", "moments", "momentum_is_rotated", "adaptive", "optimizer")
+"""Entries of a layer that every rank saves, and those of the ranks that precondition it."""
 DEVICE_COUNTERS = ("skipped_batches", "clipped_steps", "clip_factor", "grad_norm", "update_norm")
 
 
@@ -139,8 +142,9 @@ def _save_decomposition(found: Decomposition | None, factor: FactorSpec, blank: 
     return saved
 
 
-def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of several ranks into one."""
+def merge(parts: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the states of several ranks, in their order, into one; a single one is returned as it is."""
+    parts = [parts] if isinstance(parts, dict) else parts
 
     def join(first: Any, second: Any) -> Any:
         if not isinstance(first, dict) or not isinstance(second, dict):

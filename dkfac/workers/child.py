@@ -7,9 +7,9 @@ the model; an inverse worker also the running factors of its layers.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing.connection import Connection
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dkfac.capture.collector import Collector
 from dkfac.capture.hooks import CaptureContext
+from dkfac.comm.messages import largest_message
 from dkfac.config.settings import Settings
 from dkfac.decompose import layer_factors
 from dkfac.decompose.sent_decompositions import pack_decomposition
@@ -24,8 +25,8 @@ from dkfac.factors.batch_factors import by_layer_and_key, finish_alone
 from dkfac.factors.layer_state import Average, LayerState, whole_means
 from dkfac.layers.find import find_layers, unwrap
 from dkfac.layers.layer import Layer
-from dkfac.plan.spec import LayerSpec
-from dkfac.workers.hub import connect_to_hub, receive, send
+from dkfac.workers.channel import AuthenticationError, Channel
+from dkfac.workers.hub import START_BYTES, connect_to_hub
 
 Build = Callable[[], nn.Module]
 Batches = Callable[[int], tuple[Any, Any]]
@@ -37,46 +38,53 @@ def work(
     role: str,
     number: int,
     address: tuple[str, int],
-    key: bytes,
+    secret: bytes,
     build: Build,
     batches: Batches | None,
     loss: Loss | None,
+    device: str = "cpu",
 ) -> None:
     """The main function of the child process. Serves requests until the hub closes the connection."""
     torch.set_num_threads(1)
-    connection = connect_to_hub(address, key, role, number)
+    channel = connect_to_hub(address, secret, role, number)
     try:
-        message = _next(connection)
+        message = _next(channel, START_BYTES)
         if message is None:
             return
-        settings, layers, count = message
+        (described, layers, count), place = message, torch.device(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        settings, model = Settings(**described), build().to(place)
         if role == "statistics":
             assert batches is not None
             assert loss is not None
-            serve: Any = Statistics(build(), settings, lambda step: batches(step * count + number), loss)
+            serve: Any = Statistics(model, settings, lambda step: batches(step * count + number), loss, place)
         else:
-            serve = Inverses(build(), settings)
+            serve = Inverses(model, settings, place)
         compare(serve.layers, layers)
-        while (message := _next(connection)) is not None:
+        largest = largest_message(model, (layer.spec for layer in serve.layers.values()))
+        while (message := _next(channel, largest)) is not None:
             label, content = message
-            send(connection, ("done", label, serve(label, content)))
+            channel.send(("done", label, serve(label, content)))
     except Exception as error:
         with contextlib.suppress(OSError):
-            _tell(connection, error)
+            channel.send(("error", -1, f"{type(error).__name__}: {error}"))
         raise
 
 
-def _next(connection: Connection) -> Any | None:
+def _next(channel: Channel, largest: int) -> Any | None:
     """Return the next message, or None when training has ended."""
     try:
-        return receive(connection)
+        return channel.receive(lambda: largest)
+    except AuthenticationError:
+        raise
     except (EOFError, OSError):
         return None
 
 
-def compare(layers: dict[str, Layer], wanted: dict[str, LayerSpec]) -> None:
-    """Raise if the layers of this model are not those of the gradient workers."""
-    mine = {name: layer.spec for name, layer in layers.items()}
+def compare(layers: dict[str, Layer], wanted: dict[str, dict[str, Any]]) -> None:
+    """Raise if the layers of this model are not those of the gradient workers, given as dicts of plain values."""
+    mine = {name: json.loads(json.dumps(asdict(layer.spec))) for name, layer in layers.items()}
     for name in [*wanted, *mine]:
         if mine.get(name) != wanted.get(name):
             raise ValueError(
@@ -85,15 +93,27 @@ def compare(layers: dict[str, Layer], wanted: dict[str, LayerSpec]) -> None:
             )
 
 
-def _tell(connection: Connection, error: Exception) -> None:
-    send(connection, ("error", -1, f"{type(error).__name__}: {error}"))
+def _on(device: torch.device, value: Any) -> Any:
+    """Return a tensor, or the tensors of a dict, list or tuple, on a device."""
+    match value:
+        case _ if device.type == "cpu":
+            return value
+        case Tensor():
+            return value.to(device)
+        case dict():
+            return {key: _on(device, item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(_on(device, item) for item in value)
+    return value
 
 
 class Statistics:
     """Measures batch factors on this worker's own batches at the weights of a step."""
 
-    def __init__(self, model: nn.Module, settings: Settings, batches: Batches, loss: Loss) -> None:
-        self.model, self.batches, self.loss = model, batches, loss
+    def __init__(
+        self, model: nn.Module, settings: Settings, batches: Batches, loss: Loss, device: torch.device
+    ) -> None:
+        self.model, self.batches, self.loss, self.device = model, batches, loss, device
         rhythm: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 1, "warmup_refresh": None}
         extra = replace(settings.experimental, inverse_backend="auto", basis_dtype="float32")
         own = replace(settings, **rhythm, inverse_lag=0, strategy="auto", announce=False, experimental=extra)
@@ -108,7 +128,7 @@ class Statistics:
     def __call__(self, step: int, weights: dict[str, Tensor]) -> NamedFactors:
         self.model.load_state_dict(weights)
         self.model.zero_grad()
-        x, y = self.batches(step)
+        x, y = (_on(self.device, part) for part in self.batches(step))
         self.loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
         measured = self.collector.take()
         with torch.no_grad():
@@ -122,8 +142,8 @@ class Statistics:
 class Inverses:
     """Holds the running factors of some layers and decomposes them."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, model: nn.Module, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
         layers, _ = find_layers(model, settings, None)
         self.layers = {layer.name: layer for layer in layers}
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
@@ -131,9 +151,9 @@ class Inverses:
     def __call__(self, step: int, content: tuple[dict[str, Any], NamedFactors]) -> dict[str, Any]:
         """Update the running factors with batch factors. Returns, by layer, the outcomes of the decompositions, the
         packed decompositions and the mean eigenvalues."""
-        schedules, factors = content
+        schedules, factors = content[0], _on(self.device, content[1])
         self.settings = replace(self.settings, **schedules)
-        good = torch.ones((), dtype=torch.bool)
+        good = torch.ones((), dtype=torch.bool, device=self.device)
         result: dict[str, Any] = {}
         for name, batch in factors.items():
             layer, state = self.layers[name], self.states[name]

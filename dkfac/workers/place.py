@@ -19,6 +19,7 @@ from typing import Any, Literal
 from dkfac import distributed
 from dkfac.comm import groups
 from dkfac.workers.hub import Hub
+from dkfac.workers.secret import FILE_VARIABLE, VARIABLE, given_secret, make_secret, read_secret, remove_secret
 
 Role = Literal["gradient", "statistics", "inverse"]
 START_SECONDS = 120.0
@@ -39,6 +40,9 @@ class RolesPlace:
     store: Any
     name: str
     """Prefix of this assignment's keys in the store; there may be several assignments in one world."""
+    secret: bytes | None = None
+    """None: the hub wrote one to a file on this host."""
+    device: str = "cpu"
     closed: bool = False
 
     def serve(self, build: Any, batches: Any, loss: Any) -> bool:
@@ -51,11 +55,12 @@ class RolesPlace:
         if self.role == "gradient":
             return False
         store = self.store
-        address, key = json.loads(store.get(f"{self.name}/hub"))
+        address, file = json.loads(store.get(f"{self.name}/hub"))
         from dkfac.workers.child import work
 
         mine = batches if self.role == "statistics" else None
-        arguments = (self.role, self.number, tuple(address), bytes.fromhex(key), build, mine, loss)
+        secret = read_secret(file) if self.secret is None else self.secret
+        arguments = (self.role, self.number, tuple(address), secret, build, mine, loss, self.device)
         child = multiprocessing.get_context("spawn").Process(target=work, args=arguments, name=f"dkfac-{self.role}")
         child.start()
         store.set(f"{self.name}/{self.role}/{self.number}", str(child.pid))
@@ -85,11 +90,17 @@ class RolesPlace:
             self.store.set(f"{self.name}/done", "1")
 
 
-def roles(*, gradient: int, statistics: int, inverse: int) -> RolesPlace:
-    """Assign a role to each rank that torchrun started, in the order of the arguments. Every rank must call it."""
+def roles(*, gradient: int, statistics: int, inverse: int, secret: str | bytes | None = None) -> RolesPlace:
+    """Assign a role to each rank that torchrun started, in the order of the arguments. Every rank must call it.
+
+    ``secret``, the same on all ranks, is what helpers and hub recognise each other by. None: the environment variable
+    ``DKFAC_ROLES_SECRET``, or the file that ``DKFAC_ROLES_SECRET_FILE`` names; on one host, a file that only this user
+    can read is made if there is neither.
+    """
     for name, number in {"gradient": gradient, "statistics": statistics, "inverse": inverse}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"roles({name}={number!r}): each role needs one rank or more")
+    known = given_secret(secret)
     place = distributed.init()
     counts = {"gradient": gradient, "statistics": statistics, "inverse": inverse}
     if sum(counts.values()) != place.world_size:
@@ -98,14 +109,23 @@ def roles(*, gradient: int, statistics: int, inverse: int) -> RolesPlace:
             f"roles({said}) are {sum(counts.values())} ranks; torch.distributed has {place.world_size}: start as many "
             f"with torchrun --nproc-per-node"
         )
+    if known is None and not _is_one_host():
+        raise ValueError(
+            f"roles(...) on several hosts need a secret by which helpers and hub recognise each other, the same on all "
+            f"ranks: set {VARIABLE} or {FILE_VARIABLE}, or pass roles(secret=...)"
+        )
     group, store, name = groups.subgroup(range(gradient)), groups.store(), f"dkfac/workers/{next(_NUMBERS)}"
     hub = None
     if place.rank == 0:
         helpers = {name: number for name, number in counts.items() if name != "gradient"}
-        hub = Hub(helpers, "127.0.0.1" if _is_one_host() else _own_address())
-        store.set(f"{name}/hub", json.dumps([hub.address, hub.key.hex()]))
+        file, shared = make_secret() if known is None else ("", known)
+        hub = Hub(helpers, "127.0.0.1" if _is_one_host() else _own_address(), shared)
+        store.set(f"{name}/hub", json.dumps([hub.address, file]))
+        if known is None:
+            atexit.register(remove_secret, file)
     role, number = _role_of(place.rank, counts)
-    found = RolesPlace(role, number, counts, group if role == "gradient" else None, hub, store, name)
+    own = group if role == "gradient" else None
+    found = RolesPlace(role, number, counts, own, hub, store, name, known, str(place.device))
     if hub is not None:
         atexit.register(found.close)  # helpers wait for this, however the script ends
     return found

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dkfac.comm.messages import largest_message
 from dkfac.comm.transport import Transport
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.config.step_context import StepContext
@@ -76,8 +77,9 @@ class Remote:
         costs = [(float(sum(f.dim**3 for f in layer.spec.factors)), layer.name) for layer in ranks.layers]
         bins = balance(costs, self.place.counts["inverse"])
         self._share = {layer.name: owner for layer, owner in zip(ranks.layers, bins, strict=True)}
-        plain = replace(context.settings, **_schedules(context.settings, context.step))
-        specs = {layer.name: layer.spec for layer in ranks.layers}
+        plain = replace(context.settings, **_schedules(context.settings, context.step)).describe()
+        specs = {layer.name: asdict(layer.spec) for layer in ranks.layers}
+        hub.expect(largest_message(self.model, (layer.spec for layer in ranks.layers)))
         for role in ("statistics", "inverse"):
             for i in range(self.place.counts[role]):
                 hub.post((role, i), (plain, specs, self.place.counts[role]))

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_parity import BATCH, EXACT, batch, build
-from helpers_ranks import on_processes
+from helpers_ranks import on_processes, on_threads
 from helpers_settings import arranged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dkfac import KFAC
+from dkfac.comm import groups
 from dkfac.comm.transport import Transport
 
 
@@ -159,3 +160,26 @@ def test_float16_on_the_wire_is_refused_with_overlap():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"overlap=True with wire_dtype=\"float16\".*bfloat16"):
         KFAC(model, optimizer, experimental={"overlap": True}, wire_dtype="float16")
+
+
+def refused_with_nccl(_rank):
+    with pytest.raises(ValueError, match=r"overlap=True with NCCL: .* autograd's threads .* omit overlap"):
+        train(0, 2, overlap=True)
+
+
+def test_overlap_is_refused_with_nccl(monkeypatch):
+    """Before any group is made: DDP's communicator and K-FAC's would be used from several threads."""
+    monkeypatch.setattr(groups, "sends_by_nccl", lambda device, group=None: True)
+    monkeypatch.setattr(groups, "make_groups", lambda *_: pytest.fail("a group was made"))
+    on_threads(2, refused_with_nccl)
+
+
+def test_which_groups_send_by_nccl(monkeypatch):
+    for config, device, expected in (
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cpu:gloo,cuda:gloo", "cuda", False),
+        ("cuda:nccl", "cuda", True),
+    ):
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group, config=config: config)
+        assert groups.sends_by_nccl(torch.device(device)) == expected

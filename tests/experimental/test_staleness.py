@@ -187,13 +187,15 @@ def test_a_state_of_fixed_intervals_is_taken_up():
 
 def on_rank(rank, world_size, strategy, wire_dtype):
     """Train on this rank's examples; returns weights and intervals."""
-    options = {"strategy": strategy, "wire_dtype": wire_dtype, "staleness_threshold": 0.1, "staleness_min_rows": 40}
+    options = {"strategy": strategy, "wire_dtype": wire_dtype, "staleness_threshold": 0.02, "staleness_min_rows": 40}
+    options["staleness"] = "basis"
     model, optimizer, kfac = start(**options)
     for step in range(24):
         x, y = (part(t, rank, world_size) for t in batch(step, "small"))
         optimizer.zero_grad()
         mean_loss(model(x), y).backward()
-        average_in_one(model)
+        if world_size > 1:
+            average_in_one(model)
         optimizer.step()
     return weights_of(model), kfac.report()["intervals"]
 
@@ -213,6 +215,24 @@ def test_ranks_agree(strategy, wire_dtype):
         assert its == intervals
         torch.testing.assert_close(other, weights, rtol=1e-12, atol=1e-13)
     assert len({n for factors in intervals.values() for n in factors.values()}) > 1
+    if wire_dtype is None:
+        alone, its = on_rank(0, 1, "auto", None)
+        assert its == intervals
+        for mine, other in zip(alone, weights, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
+
+
+def refused_on_rank(_rank):
+    """What would depend on the number of ranks is refused on each, before any group is made."""
+    with pytest.raises(ValueError, match=r'staleness="change" on several ranks: .* use "fixed" or "basis"'):
+        start()
+    with pytest.raises(ValueError, match=r"factor A of layer '0' is diagonal.* use skip=\['0'\]"):
+        start("language", staleness="basis", loss_terms="token")
+    start(staleness="basis")
+
+
+def test_what_depends_on_the_number_of_ranks_is_refused_on_several():
+    on_threads(2, refused_on_rank)
 
 
 def test_only_what_is_due_travels():

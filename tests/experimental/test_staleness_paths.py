@@ -18,6 +18,8 @@ from dkfac.experimental.factor_change import Statistic
 HOW = {"announce": False, "damping": 1e-2, "staleness": "change", "staleness_min_rows": 16, "max_interval": 8}
 ALIKE = {"staleness_threshold": 50.0}
 """Nothing ever changes: intervals grow."""
+BASIS = {"staleness": "basis"}
+"""What several ranks may use."""
 
 
 def start(net="small", dtype=torch.float64, **options):
@@ -102,7 +104,7 @@ def test_layers_that_only_some_passes_or_ranks_run(nets, by_rank):
     for step in range(24):  # what b sees is never what it was, what a sees always
         a, b = piece(0, 17, -1), piece(100 + step, 24, 1, 1.0 + 2 * (step % 3))
         run.append([[a], [b]] if by_rank else [[a, b]])
-    found = oracle.compare("branches", run)
+    found = oracle.compare("branches", run, **(BASIS if by_rank else {}))
     alone = {tuple({name for name, _ in due}) for _, _, due in found.trace}
     assert ("b",) in alone, "b is due where a is not"
 
@@ -114,7 +116,8 @@ def test_a_norm_layer_that_nobody_called_has_no_rows(nets, world_size):
         [[piece(10 * step + rank, size, -1 if step % 2 == 0 else 1)] for rank, size in enumerate(sizes)]
         for step in range(16)
     ]
-    oracle.compare("norm", run, norm_form="unit", staleness_threshold=5.0, staleness_min_rows=1)
+    how = BASIS if world_size > 1 else {}
+    oracle.compare("norm", run, norm_form="unit", staleness_threshold=5.0, staleness_min_rows=1, **how)
 
 
 def two_branches():
@@ -153,14 +156,14 @@ def test_a_pass_through_layers_that_are_not_due_is_dropped_with_its_gradients():
 
 def resumed(rank, world_size):
     """A run goes on where one layer of three is due."""
-    model, optimizer, kfac = start()
+    model, optimizer, kfac = start(**BASIS)
     take(model, optimizer, 0, 2, rank, world_size)
     make_due(kfac, {("0", "A")})
     state = kfac.state_dict(gather=True)
     shared = [state]
     if world_size > 1:
         torch.distributed.broadcast_object_list(shared)
-    other, its_optimizer, its_kfac = start()
+    other, its_optimizer, its_kfac = start(**BASIS)
     its_kfac.load_state_dict(shared[0])
     take(other, its_optimizer, 2, 3, rank, world_size)
     return its_kfac._engine.metrics.counters["refreshes"] - kfac._engine.metrics.counters["refreshes"]
@@ -187,7 +190,7 @@ def test_what_is_missing_for_long_is_looked_for_after_an_eighth_of_that_time():
 
 def seldom(rank, world_size, net, name):
     """Train a network of which one rank calls a layer from step 100 on; returns the steps that measured."""
-    model, optimizer, kfac = start(net, **ALIKE, max_interval=40, staleness_min_rows=1, norm_form="unit")
+    model, optimizer, kfac = start(net, **ALIKE, max_interval=40, staleness_min_rows=1, norm_form="unit", **BASIS)
     looked = []
     for step in range(160):
         if kfac._capture.measuring:
@@ -228,7 +231,7 @@ def test_rows_that_are_gathered_over_many_steps_are_not_missing():
 
 def lose(rank, strategy, min_rows):
     """At step 3 one layer's inputs are so large that the sum of two ranks' sums is infinite, and no rank's own is."""
-    options = {"strategy": strategy, "staleness_min_rows": min_rows, "max_interval": 1}
+    options = BASIS | {"strategy": strategy, "staleness_min_rows": min_rows, "max_interval": 1}
     model, optimizer, kfac = start(dtype=torch.float32, **options)
     take(model, optimizer, 0, 3, rank, 2)
     before = kfac.report()
@@ -297,7 +300,7 @@ def go_on_partly(rank, states, strategy, options):
 
 
 def test_layers_that_are_measured_anew_are_due_at_once():
-    options = ALIKE | {"max_interval": 20, "staleness_min_rows": 1}
+    options = ALIKE | BASIS | {"max_interval": 20, "staleness_min_rows": 1}
     saved = on_threads(2, save_own, "sharded", 14, options)
     states = [saved[0][0]] * 2
     with pytest.warns(UserWarning, match="measured anew"):
@@ -326,7 +329,7 @@ def pooled(rank, states, strategy, options):
 
 def test_rows_whose_sums_another_ranks_state_has_are_gathered_anew():
     """Every rank holds all factors and decompositions, one of them alone what they are compared with."""
-    options = {"staleness_min_rows": 120, "max_interval": 1}
+    options = BASIS | {"staleness_min_rows": 120, "max_interval": 1}
     saved = on_threads(2, save_own, "replicated", 5, options)
     for whose, rows in (([0, 1], 48.0), ([0, 0], 48.0), ([1, 1], 0.0)):
         first, second = on_threads(2, pooled, [saved[i][0] for i in whose], "replicated", options)
@@ -341,7 +344,7 @@ def go_on(rank, states, strategy, options):
 
 
 def test_ranks_that_load_what_they_saved_go_on_bitwise():
-    options = {"staleness_min_rows": 120, "staleness_threshold": 0.2}
+    options = BASIS | {"staleness_min_rows": 120, "staleness_threshold": 0.2}
     saved = on_threads(2, save_own, "sharded", 11, options)
     found = on_threads(2, go_on, [own for own, _, _ in saved], "sharded", options)
     for (weights, intervals), (_, wanted, its) in zip(found, saved, strict=True):

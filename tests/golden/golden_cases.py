@@ -244,7 +244,7 @@ case("spread", KFAC | {"spread_refresh": 3, "solver": "cholesky"}, "1g", net="al
 case("lag-threads", KFAC | {"inverse_lag": 2, "inverse_backend": "threads"}, "14", net="vision")
 case("lag-inline", WARM | {"inverse_lag": 3, "inverse_backend": "inline"}, "14", optimizer="adamw")
 STALE = {"staleness_min_rows": 64, "staleness_threshold": 0.5, "max_interval": 8}
-case("stale-change", STALE | {"staleness": "change", "curvature": "kfac"}, "14")
+case("stale-change", STALE | {"staleness": "change", "curvature": "kfac"}, "1")
 case("stale-basis", STALE | {"staleness": "basis"}, "14", net="vision", optimizer="adamw")
 
 # Ranks
@@ -275,7 +275,7 @@ case("resume-adaptive", WARM, "14g", net="alike", resume={}, optimizer="adamw")
 case("resume-factors", RHYTHM, "14", net="vision", resume={"decompositions": False}, optimizer="adam")
 case("resume-lag", KFAC | {"inverse_lag": 3}, "14", resume={}, extra={"half": 9})
 case("resume-weights", KFAC | {"share": "weights", "strategy": "sharded"}, "4", resume={}, optimizer="sgd")
-case("resume-stale", STALE | {"staleness": "change"}, "14", resume={})
+case("resume-stale", STALE | {"staleness": "change"}, "1", resume={})
 
 
 def pairs():

@@ -139,7 +139,7 @@ def test_the_recipe_trains_on_a_folder(tmp_path):
     points = [entry for entry in entries(tmp_path / "run/metrics.jsonl") if entry["kind"] == "test"]
     assert [point["step"] for point in points] == [2, 3]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert {key for factors in summary["kfac"]["intervals"].values() for key in factors} == {"A", "G", "F"}
+    assert {f["key"] for layer in summary["plan"]["layers"] for f in layer["factors"]} == {"A", "G", "F"}
     saved = checkpoints.newest(tmp_path / "run/checkpoints", [])
     first = checkpoints.read_state(saved, "common", place.device)["model"]["0.weight"]  # followed by a norm
     assert float(first.norm()) == pytest.approx((2 * 4) ** 0.5, rel=1e-4)
@@ -155,4 +155,4 @@ def test_the_recipe_on_two_ranks(tmp_path):
     write_folder(tmp_path / "data", sizes=[(20, 20)], number=8)
     assert on_processes(2, recipe_on_rank, str(tmp_path / "run"), str(tmp_path / "data")) == ["done", "done"]
     plan = json.loads((tmp_path / "run/summary.json").read_text())["plan"]
-    assert (plan["strategy"], plan["wire_dtype"], plan["adaptive"]) == ("sharded", "bfloat16", True)
+    assert (plan["strategy"], plan["wire_dtype"], plan["adaptive"]) == ("sharded", "bfloat16", False)

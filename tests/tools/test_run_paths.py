@@ -1,5 +1,6 @@
 """Runs on the wrong path: full disks, wrong resumes, folders in use, losses that are not finite, signals."""
 
+import errno
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,18 +25,72 @@ from dkfac.tools.recipes.tensors import Tensors
 from dkfac.tools.recipes.training import train_recipe
 
 
-def test_a_disk_that_is_full_does_not_end_a_run(tmp_path):
+def test_a_disk_that_is_full_does_not_end_a_run_but_is_its_status(tmp_path):
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))  # no checkpoint fits, and soon no log
 
     command = [sys.executable, "-m", "dkfac", "train", "digits-cnn", "--steps", "60", "--save-every", "20"]
     done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=100,
                           preexec_fn=fill, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     for step in (20, 40, 60):
         assert f"no checkpoint at step {step} (" in done.stderr
     assert done.stderr.count("cannot be written") == 1
+    assert f"ended at step 60, but its weights are not saved: {tmp_path}/run/checkpoints could not be" in done.stderr
+    assert "there is no checkpoint; make room there and resume the run" in done.stderr
+    assert f"to continue: dkfac train digits-cnn --resume {tmp_path}/run" in done.stderr
     assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def refuse(monkeypatch, where):
+    """Let a call fail for what lies below ``checkpoints``, as on a disk without room."""
+    call = getattr(os, where)
+
+    def no_room(what, *rest):
+        if "checkpoints" in (os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(what, *rest)
+
+    monkeypatch.setattr(os, where, no_room)
+
+
+def fill_up(folder, place, monkeypatch, where, is_full=True):
+    """There is room for the checkpoint of step 3, and on a full disk none for that of step 6."""
+    said = []
+    assert train_recipe(job("digits-cnn", folder, max_steps=3, save_every=3), place) == "done"
+    before = contents(folder)
+    if is_full:
+        refuse(monkeypatch, where)
+    assert train_recipe(job("digits-cnn", folder, max_steps=6, resume=True), place, said.append) == "unsaved"
+    monkeypatch.undo()
+    return contents(folder) == before, "\n".join(said)
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_disk_that_fills_up_leaves_the_former_checkpoint_as_it_was(tmp_path, monkeypatch, where):
+    is_same, said = fill_up(tmp_path / "run", ALONE, monkeypatch, where)
+    assert is_same
+    assert "no checkpoint at step 6 ([Errno 28] No space left on device" in said
+    assert "the newest checkpoint is step-00000003; make room there and resume the run" in said
+    again = job("digits-cnn", tmp_path / "run", max_steps=6, resume=True)
+    assert train_recipe(again, ALONE) == "done"
+
+
+def fill_up_on(rank, folder, full_rank):
+    place = dkfac.distributed.Place(rank, 2, torch.device("cpu"))
+    return fill_up(folder, place, pytest.MonkeyPatch(), "fsync", rank == full_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_of_one_rank_leaves_the_former_checkpoint_as_it_was(tmp_path, full_rank):
+    found = on_processes(2, fill_up_on, str(tmp_path / "run"), full_rank)
+    assert [is_same for is_same, _ in found] == [True, True]
+    assert ("another rank could not write" if full_rank else "No space left on device") in found[0][1]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in (Path(folder) / "checkpoints").rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

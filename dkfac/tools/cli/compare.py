@@ -126,7 +126,7 @@ def train_all(jobs: Sequence[Any], place: Any, say: Callable[[str], None], *, is
 
 
 def _each(jobs: Sequence[Any], place: Any, say: Callable[[str], None]) -> str:
-    """Train the jobs one after the other, skipping finished ones; return ``"done"`` or the name of a signal."""
+    """Train the jobs one after the other, skipping finished ones; return why it ended."""
     from dkfac.distributed import from_first
     from dkfac.tools.recipes.training import Diverged
     from dkfac.tools.recipes.verdict import DIVERGED, end_of

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from dkfac.tools.cli import compare, doctor, measure, plan, report, run, simulate, train
+from dkfac.tools.cli import compare, doctor, measure, plan, report, run, selftest, simulate, train
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_run_command(commands)
     simulate.add_simulate_command(commands)
     doctor.add_doctor_command(commands)
+    selftest.add_selftest_command(commands)
     parser.words = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     try:

@@ -31,7 +31,7 @@ HYPER = (
     "size",
     "seed",
 )
-STATUS = {"done": 0, "SIGINT": 130, "SIGTERM": 143}
+STATUS = {"done": 0, "unsaved": 1, "SIGINT": 130, "SIGTERM": 143}
 
 
 def add_train_command(commands: Any) -> None:
@@ -243,7 +243,7 @@ def as_rank(work: Callable[[Any, Callable[[str], None]], int]) -> int:
 
 
 def train_one(job: Any, place: Any, say: Callable[[str], None]) -> str:
-    """Train a job and record the timeline of one step; return ``"done"`` or the name of a signal."""
+    """Train a job and record the timeline of one step; return why it ended, a key of ``STATUS``."""
     from dkfac.tools.measure.beside import RefreshStepRecorder
     from dkfac.tools.recipes.training import train_recipe
 

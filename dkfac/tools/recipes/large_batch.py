@@ -81,7 +81,8 @@ def _kfac_settings(hyper: Hyper) -> dict[str, Any]:
         "rescale": "none",
         "solver": "cholesky",
         "factor_decay": 0.0,
-        "experimental": {"staleness": "change"},
+        "factor_interval": 10,
+        "inverse_interval": 10,
         "strategy": "sharded",
         "wire_dtype": "bfloat16",
     }

@@ -6,6 +6,9 @@ Input: a training run. Output: files below ``checkpoints/``, or the restored run
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from dkfac.distributed import from_first
 from dkfac.tools.recipes import checkpoints
@@ -13,15 +16,16 @@ from dkfac.tools.recipes.folder import peak_memory
 from dkfac.tools.recipes.job import TrainingRun
 
 
-def save_checkpoint(run: TrainingRun, say: Callable[[str], None]) -> None:
-    """Write a checkpoint. A collective call. If one rank cannot write, all ranks discard it and continue."""
+def save_checkpoint(run: TrainingRun, say: Callable[[str], None]) -> bool:
+    """Write a checkpoint, to which each rank adds what it holds; return whether it is complete. A collective call. If
+    one rank cannot write, all ranks discard it, and older checkpoints stay."""
     folder, rank = run.job.folder / "checkpoints", run.place.rank
-    kfac = None if run.kfac is None else run.kfac.state_dict(gather=True)
+    kfac = None if run.kfac is None else run.kfac.state_dict(shard=True)
     error: OSError | None = None
     try:
-        checkpoints.write_state(folder, run.step, f"rank-{rank}", {"session": run.session.state_dict()})
+        checkpoints.write_state(folder, run.step, f"rank-{rank}", {"session": run.session.state_dict(), "kfac": kfac})
         if rank == 0:
-            state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "kfac": kfac}
+            state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
             checkpoints.write_state(folder, run.step, "common", {**state, "step": run.step, "seconds": run.seconds})
     except OSError as caught:
         error = caught
@@ -38,6 +42,18 @@ def save_checkpoint(run: TrainingRun, say: Callable[[str], None]) -> None:
         reason = error or "another rank could not write"
         say(f"no checkpoint at step {run.step} ({reason}); training continues, older checkpoints are kept")
     run.log.summarise(peak_memory(run.device), run.gather, run.describe)
+    return not failed
+
+
+def how_to_save(run: TrainingRun) -> str:
+    """Return what became of a run whose last checkpoint could not be written."""
+    folder = run.job.folder / "checkpoints"
+    found = checkpoints.newest(folder, [])
+    kept = "there is no checkpoint" if found is None else f"the newest checkpoint is {found.name}"
+    return (
+        f"the run has ended at step {run.step}, but its weights are not saved: {folder} could not be written, and "
+        f"{kept}; make room there and resume the run, which repeats the steps since"
+    )
 
 
 def load_checkpoint(run: TrainingRun, say: Callable[[str], None]) -> None:
@@ -60,7 +76,10 @@ def load_checkpoint(run: TrainingRun, say: Callable[[str], None]) -> None:
     if manifest["recipe"] != run.job.recipe.name:
         raise ValueError(f"{place} is from recipe {manifest['recipe']}, not {run.job.recipe.name}: use that recipe")
     common = checkpoints.read_state(place, "common", run.device)
-    if (run.kfac is None) != (common["kfac"] is None):
+    files = [f"rank-{rank}" for rank in range(manifest["world_size"])]
+    own: list[Any] = [checkpoints.read_state(place, name, torch.device("cpu")).get("kfac") for name in files]
+    own = [common["kfac"]] if "kfac" in common else own  # where rank 0 saved the state of all
+    if (run.kfac is None) != (own[0] is None):
         was = "with" if run.kfac is None else "without"
         raise ValueError(f"{place} is from a run {was} K-FAC: resume it the same way")
     try:
@@ -70,7 +89,7 @@ def load_checkpoint(run: TrainingRun, say: Callable[[str], None]) -> None:
         raise ValueError(f"{place} is from another model ({reason}...): resume with the same model") from error
     run.optimizer.load_state_dict(common["optimizer"])
     if run.kfac is not None:
-        run.kfac.load_state_dict(common["kfac"])
+        run.kfac.load_state_dict(own)
     if manifest["world_size"] == run.place.world_size:
         run.session.load_state_dict(checkpoints.read_state(place, f"rank-{run.place.rank}", run.device)["session"])
     else:

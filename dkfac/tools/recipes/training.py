@@ -46,7 +46,8 @@ def train_recipe(
     say: Callable[[str], None] = lambda line: None,
     watch: StepWrapper = lambda *given: contextlib.nullcontext(),
 ) -> str:
-    """Train until the last step or a signal; return ``"done"`` or the signal's name. ``say`` is called on rank 0."""
+    """Train until the last step or a signal; return ``"done"``, ``"unsaved"`` if the last checkpoint could not be
+    written, or the signal's name. ``say`` is called on rank 0."""
     say = say if place.rank == 0 else lambda line: None
     hyper = job.hyper
     if hyper.batch % place.world_size:
@@ -147,7 +148,7 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
     log_every = max(1, run.num_steps // NUM_LOGGED)
     parts = _parts(run, end)
     losses: list[Tensor] = []
-    bad, begin = 0, time.perf_counter()
+    bad, is_saved, begin = 0, True, time.perf_counter()
     with contextlib.closing(prefetch(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
         while run.step < end:
             instruments = None if run.kfac is None else run.kfac.instruments()
@@ -172,14 +173,17 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
             if tests:
                 _test(run, say)
             if saves or arrived:
-                saving.save_checkpoint(run, say)
+                is_saved = saving.save_checkpoint(run, say)
             if arrived in ("SIGINT", "SIGTERM"):
                 run.log.add(kind="end", step=run.step, reason=arrived)
                 say(f"stopped by {arrived} at step {run.step}")
                 return arrived
             begin = time.perf_counter()
-    run.log.add(kind="end", step=run.step, reason="done")
-    return "done"
+    reason = "done" if is_saved else "unsaved"
+    run.log.add(kind="end", step=run.step, reason=reason)
+    if not is_saved:
+        say(saving.how_to_save(run))
+    return reason
 
 
 def _check(run: TrainingRun, loss: float, bad: int, *, checks_weights: bool) -> None:
