@@ -56,6 +56,13 @@ def all_reduce(flat: Tensor, group: Any) -> Pending:
     return _launch(lambda: dist.all_reduce(flat, group=group, async_op=True), lambda: flat, "all-reduce")
 
 
+def largest(flat: Tensor, group: Any) -> Pending:
+    """Return the largest value of all ranks, element by element."""
+    _check(flat)
+    how = functools.partial(dist.all_reduce, flat, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return _launch(how, lambda: flat, "all-reduce")
+
+
 def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending:
     """Return this rank's chunk of the sum.
 

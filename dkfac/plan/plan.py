@@ -61,6 +61,8 @@ class Plan:
     """Factors for which each rank sends at most this many rows instead of their sum, as ``(layer, key, rows)``."""
     adaptive: bool = False
     """Whether each factor has its own interval, adapted to its change, which ranks exchange."""
+    num_compared: int = 0
+    """How many parameters ranks that train replicas of a model compare at refreshes; 0: they compare nothing."""
     loopback: bool = False
     """Whether one rank sends to itself what several send to each other, so that a benchmark on one GPU takes their
     path."""
@@ -145,6 +147,7 @@ class Plan:
             "share": self.share,
             "rows": self.rows,
             "adaptive": self.adaptive,
+            "num_compared": self.num_compared,
             "layers": [asdict(layer) for layer in self.layers],
             "placements": placements,
             "buckets": self.buckets,
@@ -180,6 +183,7 @@ class Plan:
             share=body["share"],
             rows=tuple((name, key, number) for name, key, number in body["rows"]),
             adaptive=body.get("adaptive", False),
+            num_compared=body.get("num_compared", 0),
         )
 
     def fingerprint(self) -> str:
@@ -208,7 +212,7 @@ class Plan:
             yield users if set(by) <= set(users) else tuple(sorted({*users, *by})), size * elements
 
 
-_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
 def num_bytes(dtype: str) -> int:

@@ -12,7 +12,9 @@ from typing import Literal
 from dkfac.plan.plan import Plan, Ranks, num_bytes
 from dkfac.plan.spec import LayerSpec
 
-Stage = Literal["header", "factors", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"]
+Stage = Literal[
+    "header", "factors", "replicas", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"
+]
 How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
 """``rows``: each rank sends its own rows to the owner of each part; they are not summed. ``collect``: from equal chunks
 to owners, after a reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These three are
@@ -22,8 +24,12 @@ all-to-alls; the last two only move what is not in place yet. ``broadcast``: onl
 NUM_SCHEDULES = 4
 """Damping, norm damping, decay and clip: compared at each refresh, as values and squares."""
 
-HEADER_FIXED = 4
-"""The header starts with the number of terms, the bad flag, the error flag and the number of backward passes."""
+HEADER_FIXED = 9
+"""The header starts with the number of terms, the bad flag, the number of backward passes and the error flag; then how
+many ranks have a batch, and the sums and squares of their step and of a hash of their learning rates."""
+
+REPLICAS_FIXED = 3
+"""The comparison of replicas starts with the step and two hashes of learning rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +140,10 @@ class Program:
                 found.append(transfer)
         return Program(tuple(found))
 
-    def of(self, rank: int, *, measures: bool, decomposes: bool) -> list[Transfer]:
-        """Return the transfers that a rank takes part in, in a step of this kind."""
-        skipped: set[str] = set()
+    def of(self, rank: int, *, measures: bool, decomposes: bool, compares: bool | None = None) -> list[Transfer]:
+        """Return the transfers that a rank takes part in, in a step of this kind. ``compares``: whether replicas are
+        compared, as in each step that decomposes and in the first ones."""
+        skipped: set[str] = set() if (decomposes if compares is None else compares) else {"replicas"}
         if not measures:
             skipped |= {"header", "factors"}
         if not decomposes:
@@ -155,6 +162,9 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     header = _small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + spreads + traces)
     factors = [*_reductions(plan, everyone), *_rows(plan, everyone)]
     transfers = [header, *factors] if plan.wire_dtype == "float16" else [*factors, header]
+    if plan.num_compared:  # largest values, and largest of their negatives
+        size = 2 * (REPLICAS_FIXED + 2 * plan.num_compared)
+        transfers.append(Transfer("replicas", "all-reduce", everyone, "int64", (Part("", "replicas", size),)))
     if plan.adaptive:
         transfers.append(_small("changes", everyone, 2 * num_factors))
     transfers.append(_small("means", everyone, 2 * NUM_SCHEDULES + num_factors + blocks))

@@ -62,6 +62,7 @@ class Engine:
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.metrics, self.step = Metrics(), 0
         self._errors, self._notices, self._diagnostics = errors, notices, Diagnostics()
+        self._replicas = errors.replicas
         overlap = None
         if transport.program.transfers and settings.experimental.overlap:
             overlap = Overlap(transport, collector, errors)
@@ -103,6 +104,8 @@ class Engine:
         self.refresher.join()
         self._follow_model()
         self._errors.raise_announced()
+        if self._replicas is not None:
+            self._replicas.begin_step(self.step, refreshes=context.refreshes)
         norms, good = self._read_gradients(optimizer, parameters, device)
         good_batch, measured = good, self.collector.take() if context.measures else None
         self._is_owed = measured is not None and measured.is_postponed
@@ -127,6 +130,8 @@ class Engine:
     def shadow_step(self) -> None:
         """Take part in a step without a batch: contribute no statistics, but decompose the factors that are due."""
         self._errors.raise_announced()
+        if self._replicas is not None:
+            self._replicas.begin_step(self.step, refreshes=self.context.refreshes, has_batch=False)
         good = torch.ones((), dtype=torch.bool, device=self.ranks.layers[0].weight.device)
         if self.context.measures:
             good = self._average(self.collector.take(), good)
@@ -164,9 +169,9 @@ class Engine:
             )
         else:
             transport = self.transport if context.due is None else self.transport.only("factors", context.due)
-            error = self._errors.take()
-            reduced = reduce.reduce(ranks, transport, measured, good, error)
-            self._errors.announce(reduced.counts.num_failed, error)
+            error, flags = self._errors.flags()
+            reduced = reduce.reduce(ranks, transport, measured, good, flags)
+            self._errors.announce(reduced.counts.flags, error)
             self.replanner.see_counts(reduced.counts)
             good = reduced.good
             if staleness is not None:
@@ -179,6 +184,8 @@ class Engine:
         return good
 
     def _refresh(self) -> None:
+        if self._replicas is not None:
+            self._replicas.compare()
         report = self.refresher.refresh(self.context, self.ranks, self.states, use_graphs=self.uses_graphs)
         if report.plan is not None and report.plan is not self.ranks.plan:
             self.ranks = self.ranks.follow(report.plan)

@@ -92,6 +92,7 @@ OTHERS = {
     "announce": ("True or False", [1, 0, "yes", None]),
     "replicate_factors": ("True or False", [1, 0, "yes", None]),
     "overlap": ("True or False", [1, "no", None]),
+    "replicas_may_differ": ("True or False", [1, "no", None]),
 }
 BAD = [
     (field, value, allowed) for field, (allowed, values) in {**CHOICES, **NUMBERS, **OTHERS}.items() for value in values
