@@ -6,8 +6,11 @@ ranks; with a single rank immediately. Owns: the error that other ranks do not k
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from dkfac.comm import hangs
 from dkfac.comm.replicas import Replicas, header_agrees
 from dkfac.comm.transport import Transport
 from dkfac.ops.host_copy import HostCopy
@@ -21,8 +24,18 @@ class ErrorChannel:
         self._transport, self.replicas = transport, replicas
         self._caught: BaseException | None = None
         self._announced: BaseException | None = None
+        self._watch: hangs.RankWatch | None = None
         self._told: HostCopy | None = None
         """What the header of the last measured step said: how many ranks failed, and whether all are alike."""
+
+    def watch(self, patience: float | None, where: Callable[[], tuple[int, str]]) -> None:
+        """From now on raise on all ranks if one does not arrive (``comm/hangs.py``)."""
+        self._watch = hangs.start(self._transport.groups, patience, where)
+
+    def close(self) -> None:
+        """End the watch over the other ranks."""
+        if self._watch is not None:
+            self._watch.close()
 
     def keep(self, error: BaseException) -> None:
         """Keep the first error until all ranks learn of it; a single rank raises it immediately."""

@@ -159,7 +159,9 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
     if world_size == 1:
         plan = make_plan(specs, 1, choices)
         if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
-            return Transport(replace(plan, loopback=True), groups.make_groups(process_group), device).open()
+            return Transport(
+                replace(plan, loopback=True, num_compared=len(names)), groups.make_groups(process_group), device
+            ).open()
         return OneRank(plan, device)
     own = groups.make_groups(process_group)
     try:

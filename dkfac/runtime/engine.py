@@ -34,7 +34,7 @@ from dkfac.ops.precision import tf32
 from dkfac.precondition import apply, gradient_norms
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.share_updates import share_weights
-from dkfac.precondition.step_graph import StepGraph
+from dkfac.precondition.step_graph import StepGraph, has_one_gpu
 from dkfac.runtime.metrics import Metrics
 from dkfac.runtime.notices import Diagnostics, Notices
 from dkfac.runtime.refresh import Refresher
@@ -76,12 +76,14 @@ class Engine:
         self._is_owed = False
         self.context = self._next_context()
         self._stack()
+        errors.watch(settings.patience, collector.timer.where)
 
     # --- the stages of a step --------------------------------------------------------------------------------------
 
     def plan_next(self) -> StepContext:
         """Decide what the next step measures. Called before its forward pass."""
         self.context = self._next_context()
+        self.collector.timer.step = self.step
         self.collector.begin_step(self.step, self.context.due)
         return self.context
 
@@ -272,6 +274,7 @@ class Engine:
 
     def resume(self, loaded: Loaded) -> None:
         """Continue from a loaded state. Collective."""
+        self.collector.timer.current = "load_state_dict"
         self.refresher.forget()  # first: it waits for what still writes to the old states
         self.states, self.step = loaded.states, loaded.step
         self._keep_bases()
@@ -283,17 +286,14 @@ class Engine:
         for layer in self.ranks.layers if self.settings.tf32 else ():
             is_safe = layer_damping.may_round(layer, self.states[layer.name], self.settings, self.step)
             self.metrics.add_refresh(RefreshReport(tf32_safe={layer.name: is_safe}), self.step)
+        self.collector.timer.current = ""
 
     def close(self) -> None:
         self.refresher.close()
+        self._errors.close()
 
 
 def wants_graphs(settings: Settings, weights: list[Tensor], transport: Transport) -> bool:
     """Whether steps are replayed from CUDA graphs: they are enabled, and this rank has one GPU and preconditions every
     layer by itself, so that a step which does not measure sends nothing."""
     return settings.cuda_graph and transport.plan.shares_no_updates and has_one_gpu(weights)
-
-
-def has_one_gpu(weights: list[Tensor]) -> bool:
-    devices = {weight.device for weight in weights}
-    return len(devices) == 1 and next(iter(devices)).type == "cuda"
