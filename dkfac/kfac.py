@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dkfac.capture.collector import Collector
 from dkfac.capture.hooks import CaptureContext
 from dkfac.comm import groups, join
-from dkfac.comm.errors import ErrorChannel
 from dkfac.config import optimizer_rules
 from dkfac.config.settings import Settings
 from dkfac.plan.plan import Plan
@@ -64,8 +63,8 @@ class KFAC:
         self._model, self._optimizer, self.left = found.model, found.optimizer, found.left
         optimizer, finds_scaler = found.optimizer, found.optimizer is not None and grad_scaler is None
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
-        transport = attach.connect(self.layers, self.settings, self._process_group)
-        errors, is_alone = ErrorChannel(transport), not transport.program.transfers  # nothing to agree on
+        transport, errors = attach.connect(found)
+        is_alone = not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
         self._collector = Collector(self.layers, self.settings, grad_scaler, **how)
         remote = None if roles is None else Remote(roles, self._model)

@@ -22,14 +22,21 @@ class StageTimer:
         self._open: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
         self.listener: Callable[[str, float, float], None] | None = None
         """Called as ``listener(name, begin, end)`` after each stage on the CPU."""
+        self.step, self.current = 0, ""
+        """The step, and the stage that runs now."""
         self.weights: dict[str, int] = {}
         """On CUDA, how many times the current duration of a stage counts; 0: not timed, as events cost host time."""
 
+    def where(self) -> tuple[int, str]:
+        """Return the step and the stage that runs, "" outside of them. Other threads may call this."""
+        return self.step, self.current
+
     @contextmanager
     def stage(self, name: str, device: torch.device) -> Iterator[None]:
-        weight = self.weights.get(name, 1)
+        weight, self.current = self.weights.get(name, 1), name
         if device.type == "cuda" and (weight == 0 or torch.cuda.is_current_stream_capturing()):
             yield  # captured work is timed when its graph is replayed
+            self.current = ""
             return
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -37,12 +44,13 @@ class StageTimer:
             start.record(stream)
             yield
             end.record(stream)
+            self.current = ""
             self._open.append((name, weight, start, end))
             self._harvest(wait=False)
             return
         begin = time.perf_counter()
         yield
-        now = time.perf_counter()
+        self.current, now = "", time.perf_counter()
         self._seconds[name] += now - begin
         if self.listener is not None:
             self.listener(name, begin, now)

@@ -29,23 +29,33 @@ class Pending:
     work: Any
     finish: Callable[[], Tensor]
     how: str
+    on_host: bool
+    """Whether ``wait`` blocks the host."""
     begin: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            guard(self.work, self.on_host)
         result = self.finish()
         if listener is not None:
             listener(self.how, self.begin, time.perf_counter())
         return result
 
 
-def _launch(start: Callable[[], Any], finish: Callable[[], Tensor], how: str) -> Pending:
+def _launch(start: Callable[[], Any], finish: Callable[[], Tensor], how: str, flat: Tensor) -> Pending:
     """Start a collective. While a CUDA graph is captured, it is left out of it, and runs at each replay instead."""
+    on_host = flat.device.type == "cpu"
     if runs_between_graphs(lambda: start().wait()):
-        return Pending(None, finish, how)
-    return Pending(start(), finish, how)
+        return Pending(None, finish, how, on_host)
+    return Pending(start(), finish, how, on_host)
 
+
+def plain_wait(work: Any, on_host: bool) -> None:
+    work.wait()
+
+
+guard: Callable[[Any, bool], None] = plain_wait
+"""Waits for a collective; ``hangs.py`` replaces it by one that can be interrupted."""
 
 listener: Callable[[str, float, float], None] | None = None
 """Called with the kind of each collective, when it was launched and when it was complete."""
@@ -53,7 +63,14 @@ listener: Callable[[str, float, float], None] | None = None
 
 def all_reduce(flat: Tensor, group: Any) -> Pending:
     _check(flat)
-    return _launch(lambda: dist.all_reduce(flat, group=group, async_op=True), lambda: flat, "all-reduce")
+    return _launch(lambda: dist.all_reduce(flat, group=group, async_op=True), lambda: flat, "all-reduce", flat)
+
+
+def largest(flat: Tensor, group: Any) -> Pending:
+    """Return the largest value of all ranks, element by element."""
+    _check(flat)
+    how = functools.partial(dist.all_reduce, flat, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return _launch(how, lambda: flat, "all-reduce", flat)
 
 
 def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending:
@@ -71,10 +88,11 @@ def reduce_scatter(flat: Tensor, group: Any, accumulate: torch.dtype) -> Pending
             lambda: dist.all_to_all_single(received, flat, group=group, async_op=True),
             lambda: received.view(world, -1).sum(0, dtype=accumulate),
             "reduce-scatter",
+            flat,
         )
     chunk = flat.new_empty(flat.numel() // world)
     start = functools.partial(_reduce_scatter, chunk, flat, group=group, async_op=True)
-    return _launch(start, lambda: chunk.to(accumulate), "reduce-scatter")
+    return _launch(start, lambda: chunk.to(accumulate), "reduce-scatter", flat)
 
 
 def exchange(chunk: Tensor, send: list[int], receive: list[int], group: Any) -> Pending:
@@ -82,13 +100,13 @@ def exchange(chunk: Tensor, send: list[int], receive: list[int], group: Any) -> 
     _check(chunk)
     received = chunk.new_empty(sum(receive))
     start = functools.partial(dist.all_to_all_single, received, chunk, receive, send, group=group, async_op=True)
-    return _launch(start, lambda: received, "all-to-all")
+    return _launch(start, lambda: received, "all-to-all", chunk)
 
 
 def broadcast_from(flat: Tensor, root: int, group: Any) -> Pending:
     """``root``: the global rank, as in torch.distributed."""
     _check(flat)
-    return _launch(lambda: dist.broadcast(flat, root, group=group, async_op=True), lambda: flat, "broadcast")
+    return _launch(lambda: dist.broadcast(flat, root, group=group, async_op=True), lambda: flat, "broadcast", flat)
 
 
 def all_gather(chunk: Tensor, group: Any) -> Pending:
@@ -96,7 +114,7 @@ def all_gather(chunk: Tensor, group: Any) -> Pending:
     _check(chunk)
     gathered = chunk.new_empty(chunk.numel() * dist.get_world_size(group))
     start = functools.partial(_all_gather, gathered, chunk, group=group, async_op=True)
-    return _launch(start, lambda: gathered, "all-gather")
+    return _launch(start, lambda: gathered, "all-gather", chunk)
 
 
 def _check(flat: Tensor) -> None:

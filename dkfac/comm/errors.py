@@ -6,22 +6,36 @@ ranks; with a single rank immediately. Owns: the error that other ranks do not k
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
 
+from dkfac.comm import hangs
+from dkfac.comm.replicas import Replicas, header_agrees
 from dkfac.comm.transport import Transport
+from dkfac.ops.host_copy import HostCopy
 
 
 class ErrorChannel:
     """Carries one rank's error from where it was caught to where all ranks raise it."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, replicas: Replicas | None = None) -> None:
+        """``replicas``: the comparison of ranks that should hold the same; None: they are not compared."""
+        self._transport, self.replicas = transport, replicas
         self._caught: BaseException | None = None
         self._announced: BaseException | None = None
-        self._flag: Tensor | None = None
-        """Whether a rank failed in the last measured step; copied to the host asynchronously."""
-        self._arrived: torch.cuda.Event | None = None
+        self._watch: hangs.RankWatch | None = None
+        self._told: HostCopy | None = None
+        """What the header of the last measured step said: how many ranks failed, and whether all are alike."""
+
+    def watch(self, patience: float | None, where: Callable[[], tuple[int, str]]) -> None:
+        """From now on raise on all ranks if one does not arrive (``comm/hangs.py``)."""
+        self._watch = hangs.start(self._transport.groups, patience, where)
+
+    def close(self) -> None:
+        """End the watch over the other ranks."""
+        if self._watch is not None:
+            self._watch.close()
 
     def keep(self, error: BaseException) -> None:
         """Keep the first error until all ranks learn of it; a single rank raises it immediately."""
@@ -32,27 +46,28 @@ class ErrorChannel:
         error, self._caught = self._caught, None
         return error
 
-    def announce(self, flag: Tensor, error: BaseException | None) -> None:
-        """Raise on all ranks if ``flag``, summed over ranks, says that one failed; on a GPU at the next step."""
-        self._announced, self._flag = error, flag
-        if flag.device.type == "cuda":
-            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
-            self._flag.copy_(flag, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(flag.device))
-        else:
+    def flags(self) -> tuple[BaseException | None, list[float]]:
+        """Return the error that was kept, and what the header says of it, of the step and of learning rates."""
+        error = self.take()
+        return error, [float(error is not None), *([0.0] * 5 if self.replicas is None else self.replicas.header())]
+
+    def announce(self, told: Tensor, error: BaseException | None) -> None:
+        """Raise on all ranks if ``told``, summed over ranks, says that one failed; on a GPU at the next step."""
+        self._announced, self._told = error, HostCopy(told)
+        if self._told.is_complete:
             self.raise_announced()
 
     def raise_announced(self) -> None:
-        """Raise what was announced at the last measured step, if a rank failed."""
-        if self._flag is None:
-            return
-        if self._arrived is not None:
-            self._arrived.synchronize()  # recorded a step ago
-        flag, self._flag = self._flag, None
-        if float(flag) > 0:
-            self._transport.raise_everywhere(self._announced)
+        """Raise what was announced at the last measured step."""
+        if self._told is not None:
+            (num_failed, *alike), self._told = self._told.read(), None  # it was copied a step ago
+            if num_failed > 0:
+                self._transport.raise_everywhere(self._announced)
+            if self.replicas is not None and not header_agrees(alike):
+                self.replicas.raise_difference()
 
     def forget(self) -> None:
-        """Drop the flag of the last measured step, because another state was loaded."""
-        self._flag = None
+        """Drop what was said in the last measured step, because another state was loaded."""
+        self._told = None
+        if self.replicas is not None:
+            self.replicas.begin_anew()

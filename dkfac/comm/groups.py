@@ -6,6 +6,7 @@ that it creates.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import weakref
@@ -51,7 +52,8 @@ def check_world(planned: int, process_group: Any) -> None:
 
 
 _KEPT: WeakKeyDictionary[Any, dict[Ranks, Any]] = WeakKeyDictionary()
-"""Subgroups of a user's own group."""
+"""Subgroups of a group, by its ranks."""
+atexit.register(_KEPT.clear)
 
 
 def of_model(model: Any) -> Any:
@@ -128,24 +130,20 @@ class Groups:
         return self._groups[key]
 
     def make(self, wanted: Iterable[Ranks]) -> None:
-        """Create the groups that do not exist yet, in this order."""
+        """Create the groups that do not exist yet and that this rank is in, in this order."""
         for ranks in wanted:
-            if ranks not in self._groups:
+            if self.rank in ranks and ranks not in self._groups:
                 self._groups[ranks] = self._make(ranks)
 
     def _make(self, ranks: Ranks) -> Any:
-        if ranks in self._groups:
-            return self._groups[ranks]
         members = [self._global[rank] for rank in ranks]
-        if self.parent is None:
-            self._groups[ranks] = dist.new_group(members, timeout=patience())
-            return self._groups[ranks]
-        # Other replicas of the user's group create theirs at the same time, independently. Such a group is named by
-        # its members, and its name cannot be used twice: it is kept for the next K-FAC.
-        kept = _KEPT.setdefault(self.parent, {})
+        if self.parent is None and ranks == self._everyone:
+            return dist.new_group(members, timeout=patience())
+        # Only the members take part: with thousands of ranks there are thousands of groups, and a rank is in a few.
+        # Such a group is named by its members, and its name cannot be used twice: it is kept for the next K-FAC.
+        kept = _KEPT.setdefault(dist.group.WORLD if self.parent is None else self.parent, {})
         if ranks not in kept:
             kept[ranks] = dist.new_group(members, timeout=patience(self.parent), use_local_synchronization=True)
-        self._groups[ranks] = kept[ranks]
         return kept[ranks]
 
     def get(self, ranks: Ranks) -> Any:
@@ -155,15 +153,12 @@ class Groups:
         return self._global[rank]
 
     def close(self) -> None:
-        """Destroy the groups, unless torch.distributed was shut down or they are kept for a user's own group."""
-        groups = list(self._groups.items())
+        """Destroy the group of all ranks, unless torch.distributed was shut down or a user's own group has it."""
+        group = self._groups.get(self._everyone)
         self._groups.clear()
-        if not dist.is_initialized() or self.parent is not None:
-            return
-        for ranks, group in groups:
-            if self.rank in ranks:
-                with contextlib.suppress(ValueError, KeyError):  # already destroyed with its default group
-                    dist.destroy_process_group(group)
+        if group is not None and dist.is_initialized() and self.parent is None:
+            with contextlib.suppress(ValueError, KeyError):  # already destroyed with its default group
+                dist.destroy_process_group(group)
 
 
 def make_groups(parent: Any = None) -> Groups:

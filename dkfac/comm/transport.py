@@ -49,6 +49,10 @@ class Transport:
         self.dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
         self._layouts: dict[tuple[int, bool], tuple[Transfer, Layout]] = {}
         """By transfer, which is kept so that no other one gets its id."""
+        self._splits: dict[int, tuple[Transfer, tuple[list[int], list[int]]]] = {}
+        """What this rank sends and receives, by transfer."""
+        self._own: dict[Stage, tuple[Transfer, ...]] = {}
+        """The transfers that this rank takes part in, by stage."""
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
 
     def open(self) -> Transport:
@@ -69,7 +73,7 @@ class Transport:
         """Return a copy with the same process groups that, in a stage, transfers only ``kept``, as (layer, key)."""
         found = copy.copy(self)
         found.program = self.program.only(stage, kept)
-        found._launched, found._layouts = [], {}
+        found._launched, found._layouts, found._splits, found._own = [], {}, {}, {}
         return found
 
     # --- small vectors -------------------------------------------------------------------------------------
@@ -98,6 +102,12 @@ class Transport:
         return packing.pack(sums, self.factors, self.device), {
             name: total.reshape(-1).to(self.device) for name, total in sums.items() if name not in self.factors
         }
+
+    def splits(self, transfer: Transfer) -> tuple[list[int], list[int]]:
+        """Return how many elements this rank sends to each member of an all-to-all, and receives from each."""
+        if id(transfer) not in self._splits:
+            self._splits[id(transfer)] = transfer, transfer.splits(self.rank)
+        return self._splits[id(transfer)][1]
 
     def layout(self, transfer: Transfer, *, own: bool = False) -> Layout:
         """Return where the parts of a reduction are; ``own``: in the buffer that this rank receives of them."""
@@ -192,7 +202,7 @@ class Transport:
             if how == "all-gather":
                 moving.append((onward, collectives.all_gather(chunk, self.groups.everyone)))
                 continue
-            send, receive = onward.splits(self.rank)
+            send, receive = self.splits(onward)
             moving.append((onward, collectives.exchange(chunk[: sum(send)], send, receive, self.groups.everyone)))
         reduced += [(transfer, pending.wait()) for transfer, pending in moving]
         return [(self.layout(transfer, own=True), flat) for transfer, flat in reduced]
@@ -205,7 +215,9 @@ class Transport:
         An owner, too, gets back what went through the buffer: what is rounded for the wire is rounded on all ranks.
         ``value``: returns the tensor of a part that this rank owns, or tensors that together are it; None sends zeros.
         """
-        ours = [t for t in self.program.stage(stage) if self.rank in t.group]
+        if stage not in self._own:
+            self._own[stage] = tuple(t for t in self.program.stage(stage) if self.rank in t.group)
+        ours = self._own[stage]
         dealt: list[tuple[Transfer, Pending]] = []
         for transfer in (t for t in ours if t.how == "deal"):
             pieces = list[Tensor]()
@@ -215,7 +227,7 @@ class Transport:
                 pieces += [t.reshape(-1) for t in ([own] if isinstance(own, Tensor) else own)]
             blank = torch.empty(0, dtype=dtype_of(transfer.dtype), device=self.device)
             flat = torch.cat(pieces).to(blank) if pieces else blank
-            pending = collectives.exchange(flat, *transfer.splits(self.rank), self.groups.get(transfer.group))
+            pending = collectives.exchange(flat, *self.splits(transfer), self.groups.get(transfer.group))
             dealt.append((transfer, pending))
         gathered: list[tuple[Transfer, Pending]] = []
         for transfer, pending in dealt:

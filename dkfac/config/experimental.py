@@ -65,6 +65,10 @@ class ExperimentalSettings:
         'Which factors share one reduction: all (`"one"`), the buckets with the lowest estimated cost (`"optimal"`), '
         'or the buckets of SPD-KFAC\'s rule (`"spd"`). None: `"one"`, or `"optimal"` with `overlap`.',
         "it determines which factors share one reduction", optional=True)
+    replicas_may_differ: bool = row.flag(
+        False, "experimental",
+        "Ranks do not compare weights, gradients and learning rates: for training in which the replicas of a model are "
+        "not kept the same, like local SGD.")
     norm_form: JointNormForm | None = row.choice(
         None, JointNormForm, "experimental",
         'Curvature of norm layers, instead of the setting `norm_form`: one matrix for all channels (`"full"`), or its '

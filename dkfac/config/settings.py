@@ -227,6 +227,11 @@ class Settings(Meaning):
         'What the owner of a layer sends: the preconditioned gradient, or, with `"weights"`, the weights that it alone '
         "has updated.",
         "it determines what the owner of a layer sends")
+    patience: float | None = row.numeric(
+        None, "distribution",
+        "Seconds that ranks wait for one that does not arrive before an error on all of them says which rank it is and "
+        "where it is. None: 80% of the process group's time-out.",
+        "it counts seconds", low=0, open_low=True, optional=True)
     experimental: ExperimentalSettings = row.other(
         ExperimentalSettings(), "experimental",
         "Settings whose benefit this project's studies could not show: a dict of them, or one object.",

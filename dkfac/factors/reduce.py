@@ -79,6 +79,8 @@ class Counts:
     num_bad: Tensor
     num_failed: Tensor
     num_passes: Tensor
+    flags: Tensor
+    """How many ranks failed; then what all said of their step and learning rates."""
     rows: Tensor
     calls: Tensor
     again: Tensor
@@ -97,20 +99,20 @@ class Counts:
 
 
 def reduce(
-    ranks: RankPlan, transport: Transport, measured: BatchStatistics, good: Tensor, error: BaseException | None
+    ranks: RankPlan, transport: Transport, measured: BatchStatistics, good: Tensor, flags: list[float]
 ) -> ReducedStatistics:
-    """Sum over ranks. ``good``: whether this rank's gradients are finite; ``error``: raised by its capture."""
+    """Sum over ranks. ``good``: whether this rank's gradients are finite; ``flags``: of its ``ErrorChannel``."""
     rows, scales = local_rows(measured, ranks.plan), None
     totals = local_sums(measured, ranks)
     at_once = transport.launch_sums(totals, measured.grad_correction)
     if at_once is not None:
         launched, fine = at_once
         sent = launch_rows(transport, rows)
-        counted = transport.sum("header", _header(ranks, measured, good & fine.to(good.device), error))
+        counted = transport.sum("header", _header(ranks, measured, good & fine.to(good.device), flags))
     else:
         groups, others = transport.pack(_over_terms(totals, measured.grad_correction))
         told = [group.means().sum(-1) for group in groups] + [value.sum()[None] for value in others.values()]
-        header = _header(ranks, measured, good & _all_finite(told, good.device), error)
+        header = _header(ranks, measured, good & _all_finite(told, good.device), flags)
         if ranks.plan.wire_dtype == "float16":
             header += _traces(ranks, groups, others)
         if transport.program.header_first:  # float16 has little range: agree on divisors first
@@ -210,9 +212,9 @@ def _may_stay_packed(ranks: RankPlan, layout: Layout, buffer: Tensor) -> bool:
 
 def _counts(told: Tensor, num_layers: int) -> Counts:
     rows, calls, again = (told[HEADER_FIXED + i * num_layers :][:num_layers] for i in range(3))
-    terms, num_bad, num_failed, num_passes = told[:HEADER_FIXED]
+    terms, num_bad, num_passes, num_failed = told[:4]
     spreads = told[HEADER_FIXED + 3 * num_layers :]
-    return Counts(terms, num_bad, num_failed, num_passes, rows, calls, again, spreads)
+    return Counts(terms, num_bad, num_failed, num_passes, told[3:HEADER_FIXED], rows, calls, again, spreads)
 
 
 def _is_measured(ranks: RankPlan, counts: Counts, own: Container[str], by_rows: Iterable[Name]) -> Tensor:
@@ -240,13 +242,10 @@ def _all_finite(told: list[Tensor], device: torch.device) -> Tensor:
     return torch.isfinite(torch.cat(told).to(device, torch.float64)).all()
 
 
-def _header(
-    ranks: RankPlan, measured: BatchStatistics, good: Tensor, error: BaseException | None
-) -> list[Tensor | float]:
-    """Return terms, flags, passes; per layer rows, calls, repeated calls; variances if adaptive."""
+def _header(ranks: RankPlan, measured: BatchStatistics, good: Tensor, flags: list[float]) -> list[Tensor | float]:
+    """Return terms, passes and flags; per layer rows, calls, repeated calls; variances if adaptive."""
     found = [measured.layers.get(layer.name) for layer in ranks.layers]
-    values: list[Tensor | float] = [measured.terms, ~good, float(error is not None)]
-    values.append(float(measured.num_passes))
+    values: list[Tensor | float] = [measured.terms, ~good, float(measured.num_passes), *flags]
     values += [0.0 if s is None else s.rows for s in found]
     called = [float(layer.name in measured.called) for layer in ranks.layers]
     values += [here if s is None else float(s.calls) for here, s in zip(called, found, strict=True)]

@@ -68,7 +68,7 @@ def launch_rows(transport: Transport, rows: Named) -> list[tuple[Transfer, Pendi
             mine = rows.get((part.layer, part.key))
             if mine is not None:
                 place[: mine.numel()].copy_(mine.reshape(-1))
-        pending = collectives.exchange(flat, *transfer.splits(transport.rank), transport.groups.everyone)
+        pending = collectives.exchange(flat, *transport.splits(transfer), transport.groups.everyone)
         launched.append((transfer, pending))
     return launched
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dkfac.plan.sharing import per_rank
 from dkfac.plan.spec import FactorSpec, LayerSpec
 
 Ranks = tuple[int, ...]
@@ -61,23 +62,31 @@ class Plan:
     """Factors for which each rank sends at most this many rows instead of their sum, as ``(layer, key, rows)``."""
     adaptive: bool = False
     """Whether each factor has its own interval, adapted to its change, which ranks exchange."""
+    num_compared: int = 0
+    """How many parameters ranks that train replicas of a model compare at refreshes; 0: they compare nothing."""
     loopback: bool = False
     """Whether one rank sends to itself what several send to each other, so that a benchmark on one GPU takes their
     path."""
 
+    _by_name: dict[str, tuple[LayerSpec, Placement]] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        for layer, placement in zip(self.layers, self.placements, strict=True):
-            self._check(layer, placement)
+        both = tuple(zip(self.layers, self.placements, strict=True))
+        object.__setattr__(self, "_by_name", {layer.name: (layer, placement) for layer, placement in both})
+        everyone = tuple(range(self.world_size))
+        sets = {id(ranks): ranks for _, p in both for ranks in _named(p)}
+        wrong = {key for key, ranks in sets.items() if not _are_ranks(ranks, self.world_size)}
+        for layer, placement in both:
+            self._check(layer, placement, everyone, wrong)
         wanted = {(layer.name, factor.key) for layer in self.layers for factor in layer.factors}
         listed = [item for bucket in self.buckets for item in bucket]
         if sorted(listed) != sorted(wanted):
             raise ValueError(f"the buckets of plan {self.strategy!r} must list each factor once")
 
-    def _check(self, layer: LayerSpec, placement: Placement) -> None:
-        everyone = tuple(range(self.world_size))
-        named = (placement.statistics, placement.preconditioned_by, *placement.factors, *placement.decomposed_by)
-        for ranks in named:
-            if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= self.world_size:
+    def _check(self, layer: LayerSpec, placement: Placement, everyone: Ranks, wrong: set[int]) -> None:
+        """``wrong``: ids of the sets that are not sorted ranks; checked once, however many layers share one."""
+        for ranks in _named(placement):
+            if id(ranks) in wrong:
                 raise ValueError(f"layer {layer.name!r}: {ranks} are not sorted ranks of a world of {self.world_size}")
         for factor, held, by in zip(layer.factors, placement.factors, placement.decomposed_by, strict=True):
             if not set(by) <= set(held):
@@ -101,13 +110,12 @@ class Plan:
         return self.loopback or len(placement.statistics) > 1
 
     def placement(self, name: str) -> Placement:
-        return next(p for layer, p in zip(self.layers, self.placements, strict=True) if layer.name == name)
+        return self._by_name[name][1]
 
     def holding(self, name: str, rank: int) -> Holding:
         """Return what a rank holds of a layer. EKFAC measures moments in eigenbases, so ranks that measure hold those
         too."""
-        layer = next(layer for layer in self.layers if layer.name == name)
-        placement = self.placement(name)
+        layer, placement = self._by_name[name]
         keys = [factor.key for factor in layer.factors]
         moments = self.moments and layer.has_moments
         uses = rank in placement.preconditioned_by or (moments and rank in placement.statistics)
@@ -145,6 +153,7 @@ class Plan:
             "share": self.share,
             "rows": self.rows,
             "adaptive": self.adaptive,
+            "num_compared": self.num_compared,
             "layers": [asdict(layer) for layer in self.layers],
             "placements": placements,
             "buckets": self.buckets,
@@ -180,6 +189,7 @@ class Plan:
             share=body["share"],
             rows=tuple((name, key, number) for name, key, number in body["rows"]),
             adaptive=body.get("adaptive", False),
+            num_compared=body.get("num_compared", 0),
         )
 
     def fingerprint(self) -> str:
@@ -196,6 +206,12 @@ class Plan:
                 decompositions += size * elements * (factor.key in holding.decompositions)
         return {"factors": factors, "decompositions": decompositions}
 
+    def bytes_by_rank(self) -> list[int]:
+        """Return the bytes that each rank holds between steps."""
+        both = zip(self.layers, self.placements, strict=True)
+        shares = (part for layer, placement in both for part in self.parts(layer, placement))
+        return [int(held) for held in per_rank(shares, self.world_size)]
+
     def parts(self, layer: LayerSpec, placement: Placement) -> Iterator[tuple[Ranks, int]]:
         """Yield what is held of a layer between steps: the ranks that hold it, and its bytes."""
         size = _BYTES[layer.dtype]
@@ -208,11 +224,24 @@ class Plan:
             yield users if set(by) <= set(users) else tuple(sorted({*users, *by})), size * elements
 
 
-_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+def _named(placement: Placement) -> tuple[Ranks, ...]:
+    return placement.statistics, placement.preconditioned_by, *placement.factors, *placement.decomposed_by
+
+
+def _are_ranks(ranks: Ranks, world_size: int) -> bool:
+    return bool(ranks) and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < world_size
+
+
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
 def num_bytes(dtype: str) -> int:
     return _BYTES[dtype]
+
+
+def gradient_dtype(wire_dtype: str) -> str:
+    """Return the dtype in which gradients are sent: they have no agreed scale, so the range of float16 is too small."""
+    return "bfloat16" if wire_dtype == "float16" else wire_dtype
 
 
 def _layer(body: dict[str, Any]) -> LayerSpec:

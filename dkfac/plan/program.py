@@ -6,13 +6,15 @@ Input: a plan. Output: its transfers, with their buffers and bytes. Owns: nothin
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dkfac.plan.plan import Plan, Ranks, num_bytes
+from dkfac.plan.plan import Plan, Ranks, gradient_dtype, num_bytes
 from dkfac.plan.spec import LayerSpec
 
-Stage = Literal["header", "factors", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"]
+Stage = Literal[
+    "header", "factors", "replicas", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"
+]
 How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
 """``rows``: each rank sends its own rows to the owner of each part; they are not summed. ``collect``: from equal chunks
 to owners, after a reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These three are
@@ -22,8 +24,11 @@ all-to-alls; the last two only move what is not in place yet. ``broadcast``: onl
 NUM_SCHEDULES = 4
 """Damping, norm damping, decay and clip: compared at each refresh, as values and squares."""
 
-HEADER_FIXED = 4
-"""The header starts with the number of terms, the bad flag, the error flag and the number of backward passes."""
+HEADER_FIXED = 9
+"""Terms, bad flag, backward passes, error flag; ranks with a batch, sums and squares of step and learning rates."""
+
+REPLICAS_FIXED = 3
+"""The comparison of replicas starts with the step and two hashes of learning rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +118,22 @@ class Transfer:
 @dataclass(frozen=True, slots=True)
 class Program:
     transfers: tuple[Transfer, ...]
+    _stages: dict[str, tuple[Transfer, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found: dict[str, list[Transfer]] = {}
+        for transfer in self.transfers:
+            found.setdefault(transfer.stage, []).append(transfer)
+        object.__setattr__(self, "_stages", {stage: tuple(some) for stage, some in found.items()})
 
     def stage(self, *stages: Stage) -> tuple[Transfer, ...]:
-        return tuple(t for t in self.transfers if t.stage in stages)
+        found = [self._stages.get(stage, ()) for stage in stages]
+        return found[0] if len(found) == 1 else tuple(t for some in found for t in some)
 
     @property
     def header_first(self) -> bool:
         """Whether ranks agree on the header before factors are sent: float16 sums are divided by its scales."""
-        order = [t.stage for t in self.transfers if t.stage in ("header", "factors")]
+        order = [stage for stage in self._stages if stage in ("header", "factors")]
         return order[:1] == ["header"] and "factors" in order
 
     def only(self, stage: Stage, kept: Container[tuple[str, str]]) -> Program:
@@ -134,9 +147,9 @@ class Program:
                 found.append(transfer)
         return Program(tuple(found))
 
-    def of(self, rank: int, *, measures: bool, decomposes: bool) -> list[Transfer]:
-        """Return the transfers that a rank takes part in, in a step of this kind."""
-        skipped: set[str] = set()
+    def of(self, rank: int, *, measures: bool, decomposes: bool, compares: bool | None = None) -> list[Transfer]:
+        """Return a rank's transfers in a step of this kind; replicas are compared also in the first steps."""
+        skipped: set[str] = set() if (decomposes if compares is None else compares) else {"replicas"}
         if not measures:
             skipped |= {"header", "factors"}
         if not decomposes:
@@ -155,6 +168,9 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     header = _small("header", everyone, HEADER_FIXED + 3 * len(plan.layers) + spreads + traces)
     factors = [*_reductions(plan, everyone), *_rows(plan, everyone)]
     transfers = [header, *factors] if plan.wire_dtype == "float16" else [*factors, header]
+    if plan.num_compared:  # largest values, and largest of their negatives
+        size = 2 * (REPLICAS_FIXED + 2 * plan.num_compared)
+        transfers.append(Transfer("replicas", "all-reduce", everyone, "int64", (Part("", "replicas", size),)))
     if plan.adaptive:
         transfers.append(_small("changes", everyone, 2 * num_factors))
     transfers.append(_small("means", everyone, 2 * NUM_SCHEDULES + num_factors + blocks))
@@ -235,15 +251,16 @@ SharedPart = tuple[Ranks, str, Part]
 
 
 def _decompositions(plan: Plan) -> Iterator[SharedPart]:
+    groups: dict[tuple[Ranks, Ranks, int], Ranks] = {}
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
-        receivers = set(placement.preconditioned_by)
-        if plan.moments and layer.has_moments:
-            receivers |= set(placement.statistics)
+        measures = placement.statistics if plan.moments and layer.has_moments else ()
         for factor, by in zip(layer.factors, placement.decomposed_by, strict=True):
-            if len(by) == 1 and (receivers - set(by) or plan.loopback):
-                group = tuple(sorted(receivers | set(by)))
-                elements = factor.wire_elements(plan.solver)
-                yield group, layer.dtype, Part(layer.name, factor.key, elements, by[0])
+            if len(by) > 1:
+                continue
+            key = placement.preconditioned_by, measures, by[0]
+            group = groups[key] = groups.get(key) or tuple(sorted({*key[0], *key[1], *by}))
+            if len(group) > 1 or plan.loopback:
+                yield group, layer.dtype, Part(layer.name, factor.key, factor.wire_elements(plan.solver), by[0])
 
 
 def _gradients(plan: Plan) -> Iterator[SharedPart]:
@@ -251,16 +268,13 @@ def _gradients(plan: Plan) -> Iterator[SharedPart]:
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         workers = placement.preconditioned_by
         served = plan.world_size // len(workers)
+        if served == 1 and not plan.loopback:  # each rank is its own worker
+            continue
         dtype = layer.dtype if plan.wire_dtype is None or plan.share == "weights" else gradient_dtype(plan.wire_dtype)
         for i, worker in enumerate(workers):
             group = tuple(range(i * served, (i + 1) * served))
             assert worker in group, f"layer {layer.name!r}: worker {worker} is not among the ranks it serves"
             yield group, dtype, Part(layer.name, "gradient", layer.grad_elements, worker)
-
-
-def gradient_dtype(wire_dtype: str) -> str:
-    """Return the dtype in which gradients are sent: they have no agreed scale, so the range of float16 is too small."""
-    return "bfloat16" if wire_dtype == "float16" else wire_dtype
 
 
 def _shares(stage: Stage, shares: Iterable[SharedPart]) -> Iterator[Transfer]:

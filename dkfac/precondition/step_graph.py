@@ -275,3 +275,8 @@ class StepGraph:
         elif self._others:
             never = torch.zeros(1, dtype=torch.bool, device=self._good.device)
             many.scatter(self._pointers, self._items[-1], self._flat, self._flat, scales, never, self._good)
+
+
+def has_one_gpu(weights: list[Tensor]) -> bool:
+    devices = {weight.device for weight in weights}
+    return len(devices) == 1 and next(iter(devices)).type == "cuda"

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from dkfac.comm import agree, groups, join
+from dkfac.comm.errors import ErrorChannel
 from dkfac.comm.one_rank import OneRank
+from dkfac.comm.replicas import Replicas, compared_parameters
 from dkfac.comm.transport import Transport
 from dkfac.config import optimizer_rules
 from dkfac.config.resolve import choose_settings
@@ -127,8 +129,19 @@ def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.M
         )
 
 
-def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Transport:
-    """Return the transport with the plan that all ranks agree on. Collective."""
+def connect(found: Prepared) -> tuple[Transport, ErrorChannel]:
+    """Return the transport with the plan that all ranks agree on, and what compares them in training. Collective."""
+    optimizer, names = found.optimizer, tuple[str, ...]()
+    if not found.settings.experimental.replicas_may_differ:
+        trained = None if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        names = compared_parameters(found.model, trained)
+    transport = _transport(found.layers, found.settings, found.process_group, names)
+    if not transport.program.transfers:
+        return transport, ErrorChannel(transport)
+    return transport, ErrorChannel(transport, Replicas(transport, found.model, names, optimizer))
+
+
+def _transport(layers: list[Layer], settings: Settings, process_group: Any, names: tuple[str, ...]) -> Transport:
     world_size = groups.world_size(process_group)
     specs = [layer.spec for layer in layers]
     choices = Choices(
@@ -148,12 +161,14 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
     if world_size == 1:
         plan = make_plan(specs, 1, choices)
         if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
-            return Transport(replace(plan, loopback=True), groups.make_groups(process_group), device).open()
+            return Transport(
+                replace(plan, loopback=True, num_compared=len(names)), groups.make_groups(process_group), device
+            ).open()
         return OneRank(plan, device)
     check_several_ranks(settings, specs, by_nccl=groups.sends_by_nccl(device, process_group))
     own = groups.make_groups(process_group)
     try:
-        transport = _agree(specs, settings, choices, own, device, cluster)
+        transport = _agree(specs, settings, choices, own, device, cluster, names)
         if settings.cuda_graph and not transport.plan.shares_no_updates:
             warnings.warn(
                 f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
@@ -187,16 +202,17 @@ def _agree(
     own: groups.Groups,
     device: torch.device,
     cluster: Cluster | None,
+    names: tuple[str, ...],
 ) -> Transport:
     schedules = {name: settings.at(name, 0) for name in SCHEDULES}
     said = {name: value for name, value in settings.describe().items() if name != "announce"}
-    description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs]}
+    description = {"settings": said | schedules, "layers": [asdict(spec) for spec in specs], "parameters": names}
     agree.check_same(own, description, device)
     if cluster is None:
         plan = make_plan(specs, own.world_size, choices)
     else:
         plan = choose(specs, own.world_size, cluster, choices, overlap=settings.experimental.overlap)
-    plan = replace(plan, adaptive=settings.experimental.staleness != "fixed")
+    plan = replace(plan, adaptive=settings.experimental.staleness != "fixed", num_compared=len(names))
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return Transport(plan, own, device).open()
 

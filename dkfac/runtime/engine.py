@@ -34,7 +34,7 @@ from dkfac.ops.precision import tf32
 from dkfac.precondition import apply, gradient_norms
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.share_updates import share_weights
-from dkfac.precondition.step_graph import StepGraph
+from dkfac.precondition.step_graph import StepGraph, has_one_gpu
 from dkfac.runtime.metrics import Metrics
 from dkfac.runtime.notices import Diagnostics, Notices
 from dkfac.runtime.refresh import Refresher
@@ -62,6 +62,7 @@ class Engine:
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}
         self.metrics, self.step = Metrics(), 0
         self._errors, self._notices, self._diagnostics = errors, notices, Diagnostics()
+        self._replicas = errors.replicas
         overlap = None
         if transport.program.transfers and settings.experimental.overlap:
             overlap = Overlap(transport, collector, errors)
@@ -75,12 +76,14 @@ class Engine:
         self._is_owed = False
         self.context = self._next_context()
         self._stack()
+        errors.watch(settings.patience, collector.timer.where)
 
     # --- the stages of a step --------------------------------------------------------------------------------------
 
     def plan_next(self) -> StepContext:
         """Decide what the next step measures. Called before its forward pass."""
         self.context = self._next_context()
+        self.collector.timer.step = self.step
         self.collector.begin_step(self.step, self.context.due)
         return self.context
 
@@ -103,6 +106,8 @@ class Engine:
         self.refresher.join()
         self._follow_model()
         self._errors.raise_announced()
+        if self._replicas is not None:
+            self._replicas.begin_step(self.step, refreshes=context.refreshes)
         norms, good = self._read_gradients(optimizer, parameters, device)
         good_batch, measured = good, self.collector.take() if context.measures else None
         self._is_owed = measured is not None and measured.is_postponed
@@ -127,6 +132,8 @@ class Engine:
     def shadow_step(self) -> None:
         """Take part in a step without a batch: contribute no statistics, but decompose the factors that are due."""
         self._errors.raise_announced()
+        if self._replicas is not None:
+            self._replicas.begin_step(self.step, refreshes=self.context.refreshes, has_batch=False)
         good = torch.ones((), dtype=torch.bool, device=self.ranks.layers[0].weight.device)
         if self.context.measures:
             good = self._average(self.collector.take(), good)
@@ -164,9 +171,9 @@ class Engine:
             )
         else:
             transport = self.transport if context.due is None else self.transport.only("factors", context.due)
-            error = self._errors.take()
-            reduced = reduce.reduce(ranks, transport, measured, good, error)
-            self._errors.announce(reduced.counts.num_failed, error)
+            error, flags = self._errors.flags()
+            reduced = reduce.reduce(ranks, transport, measured, good, flags)
+            self._errors.announce(reduced.counts.flags, error)
             self.replanner.see_counts(reduced.counts)
             good = reduced.good
             if staleness is not None:
@@ -179,6 +186,8 @@ class Engine:
         return good
 
     def _refresh(self) -> None:
+        if self._replicas is not None:
+            self._replicas.compare()
         report = self.refresher.refresh(self.context, self.ranks, self.states, use_graphs=self.uses_graphs)
         if report.plan is not None and report.plan is not self.ranks.plan:
             self.ranks = self.ranks.follow(report.plan)
@@ -265,6 +274,7 @@ class Engine:
 
     def resume(self, loaded: Loaded) -> None:
         """Continue from a loaded state. Collective."""
+        self.collector.timer.current = "load_state_dict"
         self.refresher.forget()  # first: it waits for what still writes to the old states
         self.states, self.step = loaded.states, loaded.step
         self._keep_bases()
@@ -276,17 +286,14 @@ class Engine:
         for layer in self.ranks.layers if self.settings.tf32 else ():
             is_safe = layer_damping.may_round(layer, self.states[layer.name], self.settings, self.step)
             self.metrics.add_refresh(RefreshReport(tf32_safe={layer.name: is_safe}), self.step)
+        self.collector.timer.current = ""
 
     def close(self) -> None:
         self.refresher.close()
+        self._errors.close()
 
 
 def wants_graphs(settings: Settings, weights: list[Tensor], transport: Transport) -> bool:
     """Whether steps are replayed from CUDA graphs: they are enabled, and this rank has one GPU and preconditions every
     layer by itself, so that a step which does not measure sends nothing."""
     return settings.cuda_graph and transport.plan.shares_no_updates and has_one_gpu(weights)
-
-
-def has_one_gpu(weights: list[Tensor]) -> bool:
-    devices = {weight.device for weight in weights}
-    return len(devices) == 1 and next(iter(devices)).type == "cuda"

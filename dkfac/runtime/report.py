@@ -19,7 +19,8 @@ from dkfac.experimental.staleness import FactorIntervals
 from dkfac.factors.layer_state import LayerState
 from dkfac.layers.find import Left
 from dkfac.layers.layer import Layer
-from dkfac.plan.plan import Plan
+from dkfac.plan.plan import Plan, Ranks
+from dkfac.plan.sharing import per_rank
 
 COUNTERS = (
     "refreshes",
@@ -57,8 +58,7 @@ def announcement(layers: list[Layer], left: list[Left], settings: Settings, opti
     extra = _size(sum(state_bytes(layer, settings) for layer in layers))
     where = ""
     if plan.world_size > 1:
-        most = max(rank_bytes(layers, settings, plan, rank) for rank in range(plan.world_size))
-        extra = f"{_size(most)} per rank"
+        extra = f"{_size(max(bytes_by_rank(layers, settings, plan)))} per rank"
         where = f", strategy {plan.strategy} on {plan.world_size} ranks"
     damping = "scheduled" if callable(settings.damping) else f"{settings.damping:g}"
     is_adam = settings.takes_steps
@@ -90,14 +90,16 @@ def state_bytes(layer: Layer, settings: Settings) -> int:
     return elements * layer.dtype.itemsize
 
 
-def rank_bytes(layers: list[Layer], settings: Settings, plan: Plan, rank: int) -> int:
-    """Return the bytes that K-FAC keeps on a rank: factors, decompositions, and moments of EKFAC or Adam."""
-    total = sum(plan.memory_bytes(rank).values())
+def bytes_by_rank(layers: list[Layer], settings: Settings, plan: Plan) -> list[int]:
+    """Return the bytes that K-FAC keeps on each rank: factors, decompositions, and moments of EKFAC or Adam."""
+    shares = list[tuple[Ranks, float]]()
     for layer in layers:
-        steps = settings.takes_steps and rank in plan.placement(layer.name).preconditioned_by
-        number = 2 * steps + plan.holding(layer.name, rank).moments
-        total += number * layer.spec.grad_elements * layer.dtype.itemsize
-    return total
+        number = 2 * settings.takes_steps + (plan.moments and layer.spec.has_moments)
+        if number:
+            size = number * layer.spec.grad_elements * layer.dtype.itemsize
+            shares.append((plan.placement(layer.name).preconditioned_by, size))
+    moments = per_rank(shares, plan.world_size)
+    return [held + int(more) for held, more in zip(plan.bytes_by_rank(), moments, strict=True)]
 
 
 def warn_of_left(left: list[Left]) -> None:
@@ -183,7 +185,7 @@ def full(
         "strategy": plan.strategy,
         "rank": rank,
         "world_size": plan.world_size,
-        "rank_memory_bytes": [sum(plan.memory_bytes(rank).values()) for rank in range(plan.world_size)],
+        "rank_memory_bytes": plan.bytes_by_rank(),
         "transfers": [
             {"stage": t.stage, "how": t.how, "num_ranks": len(t.group), "dtype": t.dtype,
              "bytes": t.num_bytes(rank), "padding_bytes": t.padding_bytes}

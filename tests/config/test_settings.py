@@ -56,6 +56,7 @@ NUMBERS = {
     "flattened": ("channels", ["yes", None, True, {"a": 1}, {"a": 2.0}, {3: 3}, ["a"]]),
     "block_dim": (">= 1", [0, -5, 2048.0, "big", True]),
     "cluster": ("dkfac measure", [3, True, ["cluster.json"]]),
+    "patience": ("> 0", [0, -1, "1", float("inf"), True]),
     "max_failures": (">= 1", [0, -1, 1.5, None, True]),
     "inverse_lag": (">= 0", [-1, 0.5, None, "soon", True]),
     "staleness_threshold": ("> 0", [0, -0.1, math.nan, None, "0.1", True, abs]),
@@ -92,6 +93,7 @@ OTHERS = {
     "announce": ("True or False", [1, 0, "yes", None]),
     "replicate_factors": ("True or False", [1, 0, "yes", None]),
     "overlap": ("True or False", [1, "no", None]),
+    "replicas_may_differ": ("True or False", [1, "no", None]),
 }
 BAD = [
     (field, value, allowed) for field, (allowed, values) in {**CHOICES, **NUMBERS, **OTHERS}.items() for value in values

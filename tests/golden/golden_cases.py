@@ -134,10 +134,15 @@ WARM = RHYTHM | {"solver": "warm-eigen"}
 
 MOVED = {f.name for f in fields(getattr(dkfac.Settings(), "experimental", Case({}, ())))} - {"norm_form", "flattened"}
 """Settings that older trees have beside the others, newer ones in ``experimental``."""
+LATER = {"replicas_may_differ", "patience"}
+"""Settings that older trees lack, and that change no value."""
 
 
 def arranged(options):
     """Return options as the tree takes them; a case has all of them side by side."""
+    options = {
+        n: v for n, v in options.items() if n not in LATER or n in MOVED | set(dkfac.Settings.__dataclass_fields__)
+    }
     if "experimental" not in dkfac.Settings.__dataclass_fields__:
         return options
     apart = {"norm_form": ("full", "diagonal")}
@@ -257,7 +262,13 @@ case("replicated-factors", KFAC | {"replicate_factors": True, "strategy": "shard
 case("wire-bfloat16", KFAC | {"wire_dtype": "bfloat16", "strategy": "sharded"}, "4", net="vision")
 case("wire-float16", RHYTHM | {"wire_dtype": "float16"}, "4")
 case("wire-float32", RHYTHM | {"wire_dtype": "float32", "strategy": "sharded"}, "4", optimizer="adam")
-case("wire-rows", KFAC | {"wire_form": "rows"}, "4", net="wide", extra={"batch": 16})
+case(
+    "wire-rows",
+    KFAC | {"wire_form": "rows", "replicas_may_differ": True, "patience": 60.0},
+    "4",
+    net="wide",
+    extra={"batch": 16},
+)
 case("share-weights", KFAC | {"share": "weights", "strategy": "sharded"}, "4", net="vision")
 case("share-weights-adam", RHYTHM | {"share": "weights", "strategy": "mem-opt"}, "4", optimizer="adamw")
 case("overlap", KFAC | {"overlap": True}, "4", net="vision")

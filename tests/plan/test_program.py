@@ -13,6 +13,7 @@ from helpers_training import attach, backward, build
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dkfac.comm import collectives
+from dkfac.comm.replicas import FIRST_STEPS
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.program import NUM_SCHEDULES, expand
 from dkfac.plan.spec import FactorSpec, LayerSpec
@@ -72,8 +73,10 @@ def every_call_recorded(monkeypatch, answer=None):
 
 
 def expected(kfac, rank, step):
-    """What the program says of a step: on step 0 and each fourth a refresh, on even ones factors."""
-    program = kfac._engine.transport.program.of(rank, measures=step % 2 == 0, decomposes=step % 4 == 0)
+    """What the program says of a step: on step 0 and each fourth a refresh, on even ones factors. These and the first
+    steps compare replicas."""
+    refreshes, compares = step % 4 == 0, step % 4 == 0 or step < FIRST_STEPS
+    program = kfac._engine.transport.program.of(rank, measures=step % 2 == 0, decomposes=refreshes, compares=compares)
     return [Call(WIRED[t.how], t.group, t.num_bytes(rank)) for t in program]
 
 
