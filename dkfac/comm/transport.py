@@ -49,6 +49,7 @@ class Transport:
         self.dtypes = {layer.name: dtype_of(layer.dtype) for layer in plan.layers}
         self._layouts: dict[tuple[int, bool], tuple[Transfer, Layout]] = {}
         """By transfer, which is kept so that no other one gets its id."""
+        self._splits: dict[int, tuple[Transfer, tuple[list[int], list[int]]]] = {}
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
 
     def open(self) -> Transport:
@@ -108,6 +109,12 @@ class Transport:
             layers = [layer.name for layer in self.plan.layers]
             self._layouts[key] = transfer, Layout(parts, self.factors, layers, held)
         return self._layouts[key][1]
+
+    def splits(self, transfer: Transfer) -> tuple[list[int], list[int]]:
+        """Return how many elements this rank sends to each rank of the group, and receives from each."""
+        if id(transfer) not in self._splits:
+            self._splits[id(transfer)] = transfer, transfer.splits(self.rank)
+        return self._splits[id(transfer)][1]
 
     def launch_factors(self, bucket: int, fill: Callable[[Transfer], Tensor]) -> list[tuple[Transfer, Pending]]:
         """Launch the reductions of a bucket. ``fill``: returns the buffer of a transfer."""

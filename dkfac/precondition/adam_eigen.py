@@ -170,13 +170,24 @@ def _add_decay(stack: Stack, grads: Tensor, given: dict[int, Rule], good: Tensor
 def take_steps(layers: Iterable[tuple[Layer, Tensor]], given: dict[int, Rule], good: Tensor) -> list[Tensor]:
     """Step the layers' parameters in place by their updates ``[B, O, I]``, and return the parameters that were stepped.
     If not ``good``, the updates must be zero, and there is no weight decay."""
+    pairs = [
+        pair for layer, update in layers for pair in zip(layer.parameters(), split_grad(layer, update), strict=True)
+    ]
+    return step_tensors([(p, p, part) for p, part in pairs], given, good)
+
+
+def step_tensors(
+    targets: Iterable[tuple[Tensor, Tensor, Tensor]], given: dict[int, Rule], good: Tensor
+) -> list[Tensor]:
+    """Do the same for parameters, each given with the tensor to be stepped, itself or its shard, and the update."""
     groups: dict[tuple[Rule, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
-    for layer, update in layers:
-        for p, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
-            if id(p) in given and p.grad is not None:
-                parameters, parts = groups.setdefault((given[id(p)], p.device), ([], []))
-                parameters.append(p)
-                parts.append(part)
+    stepped = list[Tensor]()
+    for p, target, part in targets:
+        if id(p) in given and p.grad is not None:
+            parameters, parts = groups.setdefault((given[id(p)], p.device), ([], []))
+            stepped.append(p)
+            parameters.append(target)
+            parts.append(part)
     for (rule, device), (parameters, parts) in groups.items():
         lr = rule.lr
         if isinstance(lr, Tensor):
@@ -185,4 +196,4 @@ def take_steps(layers: Iterable[tuple[Layer, Tensor]], given: dict[int, Rule], g
             less = torch.full((), rule.weight_decay, device=device, dtype=torch.float64) * rule.lr
             foreach_mul_(parameters, 1 - torch.where(good.to(device), less, 0.0).to(parts[0].dtype))
         foreach_add_(parameters, parts, alpha=-lr)
-    return [p for parameters, _ in groups.values() for p in parameters]
+    return stepped

@@ -25,11 +25,13 @@ from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
+from dkfac.layers.sharded import is_sharded, split_of
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
 from dkfac.plan.preset import load_cluster
 from dkfac.plan.search import choose
+from dkfac.plan.shards import ShardedParameter, Sharding
 from dkfac.plan.spec import LayerSpec
 from dkfac.precondition import adam_eigen
 
@@ -128,13 +130,13 @@ def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.M
 def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Transport:
     """Return the transport with the plan that all ranks agree on. Collective."""
     world_size = groups.world_size(process_group)
-    specs = [layer.spec for layer in layers]
+    specs, replicas = [layer.spec for layer in layers], replicas_of(layers)
     choices = Choices(
         strategy=settings.strategy,
         worker_fraction=settings.worker_fraction,
         replicate_factors=settings.experimental.replicate_factors,
         wire_dtype=settings.wire_dtype,
-        share=settings.share,
+        share="shards" if replicas else settings.share,
         fusion=settings.experimental.fusion or ("optimal" if settings.experimental.overlap else "one"),
         solver=settings.solver,
         moments=settings.measures_moments,
@@ -144,13 +146,14 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
     device = layers[0].weight.device
     if world_size == 1:
-        plan = make_plan(specs, 1, choices)
+        plan = replace(make_plan(specs, 1, choices), sharding=sharding_of(layers, replicas and ((0,),)))
         if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
             return Transport(replace(plan, loopback=True), groups.make_groups(process_group), device).open()
         return OneRank(plan, device)
     own = groups.make_groups(process_group)
     try:
-        transport = _agree(specs, settings, choices, own, device, cluster)
+        sharding = sharding_of(layers, _places(replicas, own))
+        transport = _agree(specs, settings, choices, own, device, cluster, sharding)
         if settings.cuda_graph and not transport.plan.shares_no_updates:
             warnings.warn(
                 f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
@@ -170,6 +173,7 @@ def _agree(
     own: groups.Groups,
     device: torch.device,
     cluster: Cluster | None,
+    sharding: Sharding | None,
 ) -> Transport:
     schedules = {name: settings.at(name, 0) for name in SCHEDULES}
     said = {name: value for name, value in settings.describe().items() if name != "announce"}
@@ -179,9 +183,50 @@ def _agree(
         plan = make_plan(specs, own.world_size, choices)
     else:
         plan = choose(specs, own.world_size, cluster, choices, overlap=settings.experimental.overlap)
-    plan = replace(plan, adaptive=settings.experimental.staleness != "fixed")
+    plan = replace(plan, adaptive=settings.experimental.staleness != "fixed", sharding=sharding)
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return Transport(plan, own, device).open()
+
+
+Mesh = tuple[tuple[int, ...], ...]
+"""The ranks of each replica of the model, in the order of the shards; empty: parameters are not sharded."""
+
+
+def replicas_of(layers: list[Layer]) -> Mesh:
+    """Return the global ranks that parameters are sharded over. Raises if they are not the same for all layers."""
+    found: dict[Mesh, str] = {}
+    for layer in layers:
+        for p in layer.parameters():
+            if is_sharded(p):
+                found.setdefault(split_of(layer.name, p).replicas, layer.name)
+    if len(found) > 1:
+        (one, name), (other, another) = list(found.items())[:2]
+        raise RuntimeError(
+            f"layers {name!r} and {another!r} are sharded over different ranks, {list(one)} and {list(other)}: "
+            f"fully_shard both with one mesh, or attach one KFAC with skip= for each"
+        )
+    return next(iter(found), ())
+
+
+def _places(replicas: Mesh, own: groups.Groups) -> Mesh:
+    """Return the positions of ranks in K-FAC's group, which must be the ranks that parameters are sharded over."""
+    members = [own.global_rank(rank) for rank in range(own.world_size)]
+    if replicas and sorted(rank for ranks in replicas for rank in ranks) != sorted(members):
+        raise RuntimeError(
+            f"parameters are sharded over ranks {[rank for ranks in replicas for rank in ranks]}, but K-FAC is "
+            f"attached on ranks {members}: pass the group of the mesh, KFAC(..., process_group=mesh.get_group())"
+        )
+    return tuple(tuple(members.index(rank) for rank in ranks) for ranks in replicas)
+
+
+def sharding_of(layers: list[Layer], mesh: Mesh) -> Sharding | None:
+    """Return how parameters are split over ranks of K-FAC's group; None if they are not."""
+    parameters = [
+        ShardedParameter(layer.name, key, p.numel(), p.shape[split_of(layer.name, p).dim])
+        for layer in layers if mesh
+        for key, p in zip(("weight", "bias"), layer.parameters(), strict=False)
+    ]  # fmt: skip
+    return Sharding(mesh, tuple(parameters)) if mesh else None
 
 
 def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
