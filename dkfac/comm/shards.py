@@ -16,12 +16,10 @@ from torch import Tensor
 from dkfac.comm import collectives
 from dkfac.comm.buffers import dtype_of
 from dkfac.comm.collectives import Pending
+from dkfac.comm.packing import Name
 from dkfac.comm.transport import Transport
 from dkfac.plan.program import Part, Transfer
 from dkfac.plan.shards import shard_elements
-
-Name = tuple[str, str]
-"""A layer, and ``"weight"`` or ``"bias"``."""
 
 
 def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Name, list[Tensor]]:
@@ -29,7 +27,7 @@ def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Nam
     rank's shard of a parameter."""
     sharding = transport.plan.sharding
     assert sharding is not None
-    if transport.world_size == 1:
+    if not transport.program.transfers:
         return {(p.layer, p.key): [shard((p.layer, p.key)).reshape(-1)] for p in sharding.parameters}
     mine, moving = sharding.replica_of(transport.rank), list[tuple[Transfer, Pending]]()
     for transfer in _ours(transport, "to-owners"):
@@ -55,7 +53,7 @@ def to_shards(transport: Transport, pieces: Callable[[Name], Sequence[Tensor] | 
     layer this rank owns; None sends zeros."""
     sharding = transport.plan.sharding
     assert sharding is not None
-    if transport.world_size == 1:
+    if not transport.program.transfers:
         given = {(p.layer, p.key): pieces((p.layer, p.key)) for p in sharding.parameters}
         return {name: found[0].reshape(-1) for name, found in given.items() if found is not None}
     moving = list[tuple[Transfer, Pending]]()

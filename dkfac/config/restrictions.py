@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Where = Literal["always", "without an optimizer", "with roles"]
+Where = Literal["always", "without an optimizer", "with roles", "with shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,5 +187,13 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         'roles require curvature="adaptive", "adam-eigen" or "kfac", fisher="empirical", share="gradients" and '
         'staleness="fixed", without strategy and spread_refresh: helpers measure and decompose',
         "with roles",
+    ),
+    Restriction(
+        ("share", "overlap", "staleness", "wire_form", "fisher"),
+        lambda s: s.share == "weights" or s.experimental.overlap or s.experimental.staleness != "fixed"
+        or s.experimental.wire_form == "rows" or s.fisher != "empirical",
+        'sharded parameters (fully_shard) require share="gradients", overlap=False, staleness="fixed", '
+        'wire_form="sums" and fisher="empirical": omit these settings',
+        "with shards",
     ),
 )  # fmt: skip

@@ -136,7 +136,7 @@ def find_layers(
         names = ", ".join(layer.name for layer in layers[:8])
         raise ValueError(f"skip={missing!r} matches no layer with parameters; the model has {names}, ...")
     is_any = any(sharded.is_sharded(layer.weight) for layer in layers)
-    return sharded.hold(layers) if is_any else layers, left
+    return sharded.hold_shards(layers) if is_any else layers, left
 
 
 def _reason(module: nn.Module, use: Use, allowed: set[int] | None) -> str | None:

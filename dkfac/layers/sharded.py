@@ -34,7 +34,7 @@ class ShardedLayer(Layer):
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Spread:
     """How a parameter is split over ranks."""
 
     replicas: tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def local(tensor: Tensor) -> Tensor:
+def shard_of(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor: a view."""
     whole: Any = tensor
     shard: Tensor = whole.to_local() if is_sharded(tensor) else tensor
@@ -60,20 +60,20 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if any(base.__name__ in classes for base in type(m).__mro__)]
 
 
-def split_of(name: str, parameter: Tensor) -> Split:
+def split_of(name: str, parameter: Tensor) -> Spread:
     """Return how FSDP2 or HSDP splits a parameter. Raises for everything else."""
     sharded: Any = parameter
     placements, mesh = sharded.placements, sharded.device_mesh
     kinds = [type(placement).__name__ for placement in placements]
     if kinds not in (["Shard"], ["Replicate", "Shard"]):
         raise RuntimeError(_refusal(name, placements))
-    if local(parameter).device.type != mesh.device_type:
+    if shard_of(parameter).device.type != mesh.device_type:
         raise RuntimeError(
-            f"parameter {name!r} is offloaded to the {local(parameter).device.type}: dkfac does not support "
+            f"parameter {name!r} is offloaded to the {shard_of(parameter).device.type}: dkfac does not support "
             f"CPUOffloadPolicy; leave it out"
         )
     rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
-    return Split(tuple(tuple(row) for row in rows), placements[-1].dim)
+    return Spread(tuple(tuple(row) for row in rows), placements[-1].dim)
 
 
 def check_model(model: nn.Module) -> None:
@@ -100,7 +100,7 @@ def _refusal(name: str, placements: Any) -> str:
     )
 
 
-def hold(layers: Iterable[Layer]) -> list[Layer]:
+def hold_shards(layers: Iterable[Layer]) -> list[Layer]:
     """Return the layers of a sharded model with their parameters as the optimizer has them."""
     found: list[Layer] = []
     for layer in layers:

@@ -37,7 +37,7 @@ class Sharding:
         return tuple(ranks for ranks in self.mesh if set(ranks) <= set(group))
 
 
-class Split(Protocol):
+class Divided(Protocol):
     """A part of a transfer that is split over ranks."""
 
     @property
@@ -55,13 +55,13 @@ def shard_range(size: int, number: int, index: int) -> tuple[int, int]:
     return min(size, index * width), min(size, (index + 1) * width)
 
 
-def shard_elements(part: Split, number: int, index: int) -> int:
+def shard_elements(part: Divided, number: int, index: int) -> int:
     begin, end = shard_range(part.size, number, index)
     return (end - begin) * (part.elements // part.size)
 
 
 def splits(
-    parts: Iterable[Split], group: Ranks, mesh: tuple[Ranks, ...], rank: int, *, to_owners: bool
+    parts: Iterable[Divided], group: Ranks, mesh: tuple[Ranks, ...], rank: int, *, to_owners: bool
 ) -> tuple[list[int], list[int]]:
     """Return how many elements a rank sends to each rank of a group, and receives from each.
 

@@ -217,7 +217,8 @@ def _step(
     if any(rule.length == "measured" for rule in rules.values()) and context.settings.adapts_damping:
         report.grafts = adaptive.Grafts(chosen, rules)
     else:
-        report.stepped += adam_eigen.take_steps(chosen, rules, good)
+        pairs = ((p, part) for la, u in chosen for p, part in zip(la.parameters(), split_grad(la, u), strict=True))
+        report.stepped += adam_eigen.take_steps([(p, p, part) for p, part in pairs], rules, good)
 
 
 def _write(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dkfac.comm import shards
+from dkfac.comm.packing import Name
 from dkfac.comm.transport import Transport
 from dkfac.config import optimizer_rules
 from dkfac.config.step_context import StepContext
@@ -26,7 +27,7 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.layers.rank_plan import RankPlan
-from dkfac.layers.sharded import check_attached, local, split_of
+from dkfac.layers.sharded import check_attached, shard_of, split_of
 from dkfac.ops.constants import constant
 from dkfac.ops.fused import finish_
 from dkfac.plan.shards import shard_range
@@ -44,7 +45,7 @@ class ShardNorms(gradient_norms.Norms):
     def __init__(self, parameters: list[Tensor], device: torch.device, ranks: RankPlan, transport: Transport) -> None:
         check_attached(ranks.layers)
         self.parameters = [p for p in parameters if p.grad is not None]
-        self.values = gradient_norms.norms([local(p.grad) for p in self.parameters if p.grad is not None], device)
+        self.values = gradient_norms.norms([shard_of(p.grad) for p in self.parameters if p.grad is not None], device)
         self._ranks, self._transport = ranks, transport
         self._squares = torch.zeros(0, device=device)
 
@@ -67,7 +68,7 @@ class ShardNorms(gradient_norms.Norms):
         return self._squares[constant(places, self._squares.device, torch.int64)].sqrt()
 
 
-def precondition(
+def precondition_shards(
     given: Preconditioner,
     states: dict[str, LayerState],
     context: StepContext,
@@ -101,20 +102,20 @@ def precondition(
     updates = _finished(chunks, lengths, good, takes_steps=settings.takes_steps)
     received = shards.to_shards(transport, lambda name: _cut(ranks, name, updates))
     pairs = [
-        (p, received[name, key].view_as(local(p)))
+        (p, received[name, key].view_as(shard_of(p)))
         for name, layer in ready.items()
         for key, p in zip(KEYS, layer.parameters(), strict=False)
         if p.grad is not None
     ]
     if settings.takes_steps:
-        report.stepped += adam_eigen.step_tensors([(p, local(p), part) for p, part in pairs], rules, good)
+        report.stepped += adam_eigen.take_steps([(p, shard_of(p), part) for p, part in pairs], rules, good)
     else:
         for p, part in pairs:
             assert p.grad is not None
-            local(p.grad).copy_(part)
+            shard_of(p.grad).copy_(part)
     report.written = {id(p) for layer in ready.values() for p in layer.parameters()}
     others = [p for p in norms.parameters if id(p) not in report.written]
-    gradient_norms.zero_where(~good, [local(p.grad) for p in others if p.grad is not None])
+    gradient_norms.zero_where(~good, [shard_of(p.grad) for p in others if p.grad is not None])
     report.written |= {id(p) for p in others}
     return report
 
@@ -125,14 +126,14 @@ def _gather(
     """Return the gradients of the layers that this rank preconditions, by ``id(parameter)``. Weight decay that acts on
     gradients is added: an owner does not have the weights."""
 
-    def shard(name: shards.Name) -> Tensor:
+    def shard(name: Name) -> Tensor:
         p = _parameter(ranks, name)
         if p.grad is None:
-            return torch.zeros_like(local(p))
-        grad, rule = local(p.grad), rules.get(id(p))
+            return torch.zeros_like(shard_of(p))
+        grad, rule = shard_of(p.grad), rules.get(id(p))
         if rule is None or rule.decoupled or not rule.weight_decay:
             return grad
-        decay = local(p) * (rule.weight_decay * rule.sign)
+        decay = shard_of(p) * (rule.weight_decay * rule.sign)
         return grad + (decay if loss_scale is None else decay * loss_scale.to(decay))
 
     whole: dict[int, Tensor] = {}
@@ -144,17 +145,15 @@ def _gather(
     return whole
 
 
-def _parameter(ranks: RankPlan, name: shards.Name) -> Tensor:
+def _parameter(ranks: RankPlan, name: Name) -> Tensor:
     layer = ranks.by_name[name[0]]
     return next(p for key, p in zip(KEYS, layer.parameters(), strict=False) if key == name[1])
 
 
-def _finished(
-    chunks: list[Chunk], lengths: StepLength, good: Tensor, *, takes_steps: bool
-) -> dict[shards.Name, Tensor]:
+def _finished(chunks: list[Chunk], lengths: StepLength, good: Tensor, *, takes_steps: bool) -> dict[Name, Tensor]:
     """Return the updates of this rank's layers in the shapes of their parameters: of the right length, and zeros, or
     the gradients, where they are not finite."""
-    found: dict[shards.Name, Tensor] = {}
+    found: dict[Name, Tensor] = {}
     for chunk in chunks:
         stack, places = chunk.stack, [lengths.place[layer.name] for layer in chunk.stack.layers]
         sane, here = lengths.sane[places].to(stack.device), good.to(stack.device)
@@ -171,7 +170,7 @@ def _finished(
     return found
 
 
-def _cut(ranks: RankPlan, name: shards.Name, updates: dict[shards.Name, Tensor]) -> Sequence[Tensor] | None:
+def _cut(ranks: RankPlan, name: Name, updates: dict[Name, Tensor]) -> Sequence[Tensor] | None:
     """Return the shards of an update; None if there is none."""
     sharding, value = ranks.plan.sharding, updates.get(name)
     if value is None or sharding is None:

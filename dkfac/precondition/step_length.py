@@ -120,7 +120,8 @@ class StepLength:
         for i, layer in enumerate(self.order):
             bad = ~self.sane[i]
             row = torch.stack([self.after[i].masked_fill(bad, 0), bad.to(self.dtype), products[i].masked_fill(bad, 0)])
-            table[:, index[layer.name]] = row
+            if self._ranks.speaks_for(layer.name):
+                table[:, index[layer.name]] = row
         told = self._transport.sum_vector("norms", table.reshape(-1)).view(3, -1).to(self.dtype)
         after, flags, terms = torch.stack([told[:, index[layer.name]] for layer in layers], dim=1)
         return after, flags == 0, terms

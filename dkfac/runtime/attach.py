@@ -20,7 +20,7 @@ from torch import nn
 from dkfac.comm import agree, groups, join
 from dkfac.comm.one_rank import OneRank
 from dkfac.comm.transport import Transport
-from dkfac.config import optimizer_rules
+from dkfac.config import optimizer_rules, restrictions
 from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.layers.find import Left, find_layers, unwrap
@@ -34,6 +34,7 @@ from dkfac.plan.search import choose
 from dkfac.plan.shards import ShardedParameter, Sharding
 from dkfac.plan.spec import LayerSpec
 from dkfac.precondition import adam_eigen
+from dkfac.runtime.levenberg_marquardt import LevenbergMarquardt
 
 LOOPBACK = "DKFAC_LOOPBACK"
 """Environment variable: 1 makes a process group of one rank take the path of several (``benchmarks/one_line.py``)."""
@@ -76,7 +77,9 @@ def prepare_attachment(
     rules = optimizer_rules.rules_of_steps(chosen, optimizer)
     layers, left = find_layers(inner, chosen, trained, rules)
     check_layers(layers, left, ATTACHED)
-    adam_eigen.check_optimizer(optimizer, chosen.curvature)
+    if replicas_of(layers):
+        check_shards(chosen, roles)
+    adam_eigen.check_optimizer(optimizer, chosen.curvature, is_sharded=bool(replicas_of(layers)))
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
 
@@ -115,10 +118,24 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
+def check_shards(settings: Settings, roles: Any) -> None:
+    """Raise if sharded parameters do not go together with other arguments."""
+    restrictions.check_combinations(settings, "with shards")
+    if isinstance(settings.damping, LevenbergMarquardt):
+        raise ValueError(
+            "damping=LevenbergMarquardt(...) with sharded parameters (fully_shard): lm_step needs whole gradients; give "
+            "a number or a schedule"
+        )
+    if roles is not None:
+        raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
+
+
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
     if not layers:
         reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
-        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons})")
+        is_old = bool(left) and all(item.reason == "not in the optimizer" for item in left)
+        hint = ": was the optimizer made before fully_shard(model), which makes other parameters?" if is_old else ""
+        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons}){hint}")
     twice = [layer.name for layer in layers if layer.module in attached]
     if twice:
         raise RuntimeError(
@@ -154,7 +171,9 @@ def connect(layers: list[Layer], settings: Settings, process_group: Any) -> Tran
     try:
         sharding = sharding_of(layers, _places(replicas, own))
         transport = _agree(specs, settings, choices, own, device, cluster, sharding)
-        if settings.cuda_graph and not transport.plan.shares_no_updates:
+        if settings.cuda_graph and sharding is not None:
+            warnings.warn("cuda_graph has no effect with sharded parameters (fully_shard)", stacklevel=3)
+        elif settings.cuda_graph and not transport.plan.shares_no_updates:
             warnings.warn(
                 f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
                 f'other updates in every step: use strategy="comm-opt" or "replicated"',
@@ -238,6 +257,8 @@ def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
 
 def check_uneven_inputs(plan: Plan) -> None:
     """Raise if a rank that runs out of batches would be missed by the others."""
+    if plan.sharding is not None:
+        raise ValueError("Join with sharded parameters (fully_shard): FSDP2 itself needs a batch on every rank")
     if not plan.shares_no_updates:
         raise ValueError(
             f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "

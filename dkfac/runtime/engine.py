@@ -230,7 +230,7 @@ class Engine:
         self._weights = [layer.weight for layer in self.ranks.layers]
         self._places = [(w.dtype, w.device, type(w)) for w in self._weights]
         self._preconditioner, is_sharded = self._make_preconditioner(), self.transport.plan.sharding is not None
-        self._apply: Callable[..., UpdateReport] = sharded.precondition if is_sharded else apply.precondition
+        self._apply: Callable[..., UpdateReport] = sharded.precondition_shards if is_sharded else apply.precondition
         norms = functools.partial(sharded.ShardNorms, ranks=self.ranks, transport=self.transport)
         self._read_norms: Callable[..., gradient_norms.Norms] = norms if is_sharded else gradient_norms.Norms
         self.refresher.rewind()
