@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers_ranks import on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dkfac import KFAC
 
-STEPS, BATCH, WORDS, LENGTH = 20, 16, 11, 6
+STEPS, BATCH, WORDS, LENGTH = 20, 24, 11, 6
 OFTEN = {"announce": False, "factor_interval": 2, "inverse_interval": 4, "warmup_refresh": None}
 
 
@@ -47,6 +46,19 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Attention(nn.Module):
+    """Weights that a function applies."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+        self.mixing = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        return self.head(x + self.mixing(x, x, x, need_weights=False)[0])
 
 
 def cnn():
@@ -95,6 +107,9 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=3e-3, weight_decay=0.01, maximize=False),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9, weight_decay=1e-3),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.03),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.03),
+    "old": lambda p: torch.optim.AdamW([nn.Parameter(q.full_tensor().detach()) for q in p]),
     "groups": lambda p: torch.optim.SGD(
         [{"params": [q for q in p if q.ndim > 1]}, {"params": [q for q in p if q.ndim < 2], "lr": 0.01}],
         lr=0.03, momentum=0.9,
@@ -151,7 +166,3 @@ def both(name, optimizer, options, *, hsdp=False, micro=1, change=None, how=None
     own, kfac = attach(model, optimizer, **options)
     train(model, name, own, rank=rank, world_size=world, micro=micro)
     return difference(whole(model), whole(single)), kfac
-
-
-def on_ranks(world_size, function, *args):
-    return on_processes(world_size, function, *args)

@@ -39,8 +39,7 @@ def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Nam
         owned = [part for part in transfer.parts if part.owner == transport.rank]
         for part in owned:
             found[part.layer, part.key] = [flat.new_empty(0)] * len(mine)
-        for holder in (rank for rank in transfer.group if rank in mine):
-            index = mine.index(holder)
+        for index in sorted(range(len(mine)), key=mine.__getitem__):  # in the order of the group
             for part in owned:
                 end = position + shard_elements(part, len(mine), index)
                 found[part.layer, part.key][index] = flat[position:end].to(transport.dtypes[part.layer])
@@ -56,23 +55,22 @@ def to_shards(transport: Transport, pieces: Callable[[Name], Sequence[Tensor] | 
     if not transport.program.transfers:
         given = {(p.layer, p.key): pieces((p.layer, p.key)) for p in sharding.parameters}
         return {name: found[0].reshape(-1) for name, found in given.items() if found is not None}
-    moving = list[tuple[Transfer, Pending]]()
+    moving, index_of = list[tuple[Transfer, Pending]](), {r: i for ranks in sharding.mesh for i, r in enumerate(ranks)}
+    mine, found = sharding.replica_of(transport.rank), dict[Name, Tensor]()
     for transfer in _ours(transport, "to-shards"):
         owned = [part for part in transfer.parts if part.owner == transport.rank]
         values = [(part, pieces((part.layer, part.key))) for part in owned]
         sent: list[Tensor] = []
         for holder in transfer.group:
-            replica = sharding.replica_of(holder)
-            index = replica.index(holder)
+            index = index_of[holder]
             for part, shards in values:
-                elements = shard_elements(part, len(replica), index)
+                elements = shard_elements(part, len(mine), index)
                 sent.append(torch.zeros(elements, device=transport.device) if shards is None else shards[index])
         moving.append((transfer, _exchange(transport, transfer, sent)))
-    mine, found = sharding.replica_of(transport.rank), dict[Name, Tensor]()
     for transfer, pending in moving:
         flat, position = pending.wait(), 0
         for _, part in _by_owner(transfer, transfer.group):
-            end = position + shard_elements(part, len(mine), mine.index(transport.rank))
+            end = position + shard_elements(part, len(mine), index_of[transport.rank])
             found[part.layer, part.key] = flat[position:end].to(transport.dtypes[part.layer])
             position = end
     return found

@@ -19,7 +19,7 @@ from dkfac.layers import sharded
 from dkfac.layers.conv import TRANSPOSED
 from dkfac.layers.kinds import KINDS, build_layer, channels_after, form_reason, kind_of
 from dkfac.layers.layer import Layer, cut_factors
-from dkfac.layers.uses import Use, uses_of
+from dkfac.layers.uses import Use, own_class, uses_of
 
 APART = "the optimizer has other betas, momentum or eps for it than for the weight"
 
@@ -94,7 +94,7 @@ def find_layers(
                 f"layer {raw_name!r} is lazy and has no shape yet: run one forward before attaching K-FAC"
             )
         rest = {key: p for key, p in module._parameters.items() if p is not None}
-        module_name = clean_name(raw_name) or type(module).__name__
+        module_name = clean_name(raw_name) or own_class(module).__name__
         for use in uses_of(module) if rest else ():
             name = module_name + use.suffix
             own = [rest.pop(key) for key in ((use.weight, use.bias) if use.suffix else tuple(rest)) if key in rest]
@@ -144,7 +144,7 @@ def _reason(module: nn.Module, use: Use, allowed: set[int] | None) -> str | None
     kind = kind_of(module)
     if kind is None:
         base = next((b.__name__ for b in KINDS if isinstance(module, b)), None)
-        what = type(module).__name__
+        what = own_class(module).__name__
         return f"{what} overrides {base}.forward" if base else f"no K-FAC rule for {what}"
     if parametrize.is_parametrized(module) or not isinstance(module._parameters.get(use.weight), nn.Parameter):
         if not module._parameters:
@@ -199,7 +199,7 @@ def _shared_with(
 
 
 def _left(name: str, module: nn.Module, own: list[Tensor], reason: str, warn: bool = False) -> Left:
-    return Left(name, type(module).__name__, sum(p.numel() for p in own), reason, warn)
+    return Left(name, own_class(module).__name__, sum(p.numel() for p in own), reason, warn)
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

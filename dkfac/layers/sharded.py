@@ -33,13 +33,8 @@ class ShardedLayer(Layer):
         return self.shards[1] if self.has_bias else None
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How a parameter is split over ranks."""
-
-    replicas: tuple[tuple[int, ...], ...]
-    """The global ranks that hold each replica, in the order of its shards."""
-    dim: int
+Mesh = tuple[tuple[int, ...], ...]
+"""The ranks that hold each replica of a parameter, in the order of its shards."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -60,8 +55,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if any(base.__name__ in classes for base in type(m).__mro__)]
 
 
-def split_of(name: str, parameter: Tensor) -> Spread:
-    """Return how FSDP2 or HSDP splits a parameter. Raises for everything else."""
+def mesh_of(name: str, parameter: Tensor) -> Mesh:
+    """Return the global ranks over which FSDP2 or HSDP splits a parameter. Raises for everything else."""
     sharded: Any = parameter
     placements, mesh = sharded.placements, sharded.device_mesh
     kinds = [type(placement).__name__ for placement in placements]
@@ -73,7 +68,14 @@ def split_of(name: str, parameter: Tensor) -> Spread:
             f"CPUOffloadPolicy; leave it out"
         )
     rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
-    return Spread(tuple(tuple(row) for row in rows), placements[-1].dim)
+    return tuple(tuple(row) for row in rows)
+
+
+def shard_dim(parameter: Tensor) -> int:
+    """Return the dimension along which a parameter is split."""
+    sharded: Any = parameter
+    dim: int = sharded.placements[-1].dim
+    return dim
 
 
 def check_model(model: nn.Module) -> None:
@@ -86,7 +88,7 @@ def check_model(model: nn.Module) -> None:
         managed |= {id(each.sharded_param) for group in groups if group is not None for each in group.fsdp_params}
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
-            split_of(name, parameter)
+            mesh_of(name, parameter)
             if id(parameter) not in managed:
                 whole: Any = parameter
                 raise RuntimeError(_refusal(name, whole.placements))

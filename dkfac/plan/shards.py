@@ -68,10 +68,11 @@ def splits(
     Owners collect the shards of their own replica; they send every replica its shards, which are the same.
     """
     mine = next(ranks for ranks in mesh if rank in ranks)
+    index = mine.index(rank)
     gives, takes = dict.fromkeys(group, 0), dict.fromkeys(group, 0)
     for part in parts:
         if part.owner in mine or not to_owners:
-            gives[part.owner] += shard_elements(part, len(mine), mine.index(rank))
+            gives[part.owner] += shard_elements(part, len(mine), index)
         if part.owner == rank:
             for replica in (mine,) if to_owners else mesh:
                 for i, holder in enumerate(replica):

@@ -28,9 +28,9 @@ def check_optimizer(optimizer: Any, curvature: str, *, is_sharded: bool = False)
     """Raise if the optimizer is not supported. ``is_sharded``: whether parameters are split over ranks."""
     if curvature == "adaptive" and is_sharded and length_of(optimizer) == "measured":
         raise TypeError(
-            f'curvature="adaptive" with sharded parameters (fully_shard) knows the length of a step of torch.optim.SGD, '
-            f"Adam and AdamW (without dampening and amsgrad), not of {type(optimizer).__name__}: use curvature="
-            f'"kfac", or another optimizer'
+            f'curvature="adaptive" with sharded parameters (fully_shard) knows the length of a step of SGD, Adam and '
+            f"AdamW (of torch.optim, without dampening and amsgrad), not of {type(optimizer).__name__}: use one of "
+            f'these, or curvature="kfac"'
         )
     if curvature == "adaptive" and optimizer is None:
         raise TypeError(

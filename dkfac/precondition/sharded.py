@@ -27,7 +27,7 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.layers.rank_plan import RankPlan
-from dkfac.layers.sharded import check_attached, shard_of, split_of
+from dkfac.layers.sharded import check_attached, shard_dim, shard_of
 from dkfac.ops.constants import constant
 from dkfac.ops.fused import finish_
 from dkfac.plan.shards import shard_range
@@ -58,7 +58,7 @@ class ShardNorms(gradient_norms.Norms):
         places = tuple(layer_of.get(id(p), last) for p in self.parameters)
         squares.index_add_(0, constant(places, squares.device, torch.int64), self.values.double().square())
         if found_inf is not None:  # each rank has looked at its own shards
-            squares[last] += torch.where(found_inf.to(squares.device).reshape(()) != 0, torch.inf, 0.0)
+            squares[last] += torch.where(shard_of(found_inf).to(squares.device).reshape(()) != 0, torch.inf, 0.0)
         squares = self._transport.sum_vector("squares", squares) / len(self._ranks.plan.sharding.mesh)
         self._squares = squares[:last]
         return torch.isfinite(squares).all()
@@ -139,7 +139,7 @@ def _gather(
     whole: dict[int, Tensor] = {}
     for name, found in shards.to_owners(transport, shard).items():
         p = _parameter(ranks, name)
-        dim = split_of(name[0], p).dim
+        dim = shard_dim(p)
         shape = [-1 if i == dim else size for i, size in enumerate(p.shape)]
         whole[id(p)] = torch.cat([flat.view(shape) for flat in found if flat.numel()], dim)
     return whole
@@ -175,6 +175,6 @@ def _cut(ranks: RankPlan, name: Name, updates: dict[Name, Tensor]) -> Sequence[T
     sharding, value = ranks.plan.sharding, updates.get(name)
     if value is None or sharding is None:
         return None
-    dim, number = split_of(name[0], _parameter(ranks, name)).dim, len(sharding.mesh[0])
+    dim, number = shard_dim(_parameter(ranks, name)), len(sharding.mesh[0])
     ranges = [shard_range(value.shape[dim], number, i) for i in range(number)]
     return [value.narrow(dim, begin, end - begin) for begin, end in ranges]

@@ -25,7 +25,7 @@ from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
-from dkfac.layers.sharded import is_sharded, split_of
+from dkfac.layers.sharded import Mesh, is_sharded, mesh_of, shard_dim
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
@@ -123,8 +123,8 @@ def check_shards(settings: Settings, roles: Any) -> None:
     restrictions.check_combinations(settings, "with shards")
     if isinstance(settings.damping, LevenbergMarquardt):
         raise ValueError(
-            "damping=LevenbergMarquardt(...) with sharded parameters (fully_shard): lm_step needs whole gradients; give "
-            "a number or a schedule"
+            "damping=LevenbergMarquardt(...) with sharded parameters (fully_shard): lm_step needs whole gradients; "
+            "give a number or a schedule"
         )
     if roles is not None:
         raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
@@ -133,7 +133,7 @@ def check_shards(settings: Settings, roles: Any) -> None:
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
     if not layers:
         reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
-        is_old = bool(left) and all(item.reason == "not in the optimizer" for item in left)
+        is_old = any(item.reason == "not in the optimizer" for item in left)
         hint = ": was the optimizer made before fully_shard(model), which makes other parameters?" if is_old else ""
         raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons}){hint}")
     twice = [layer.name for layer in layers if layer.module in attached]
@@ -207,17 +207,13 @@ def _agree(
     return Transport(plan, own, device).open()
 
 
-Mesh = tuple[tuple[int, ...], ...]
-"""The ranks of each replica of the model, in the order of the shards; empty: parameters are not sharded."""
-
-
 def replicas_of(layers: list[Layer]) -> Mesh:
-    """Return the global ranks that parameters are sharded over. Raises if they are not the same for all layers."""
+    """Return the global ranks that parameters are sharded over; none if they are not. Raises if layers differ."""
     found: dict[Mesh, str] = {}
     for layer in layers:
         for p in layer.parameters():
             if is_sharded(p):
-                found.setdefault(split_of(layer.name, p).replicas, layer.name)
+                found.setdefault(mesh_of(layer.name, p), layer.name)
     if len(found) > 1:
         (one, name), (other, another) = list(found.items())[:2]
         raise RuntimeError(
@@ -241,7 +237,7 @@ def _places(replicas: Mesh, own: groups.Groups) -> Mesh:
 def sharding_of(layers: list[Layer], mesh: Mesh) -> Sharding | None:
     """Return how parameters are split over ranks of K-FAC's group; None if they are not."""
     parameters = [
-        ShardedParameter(layer.name, key, p.numel(), p.shape[split_of(layer.name, p).dim])
+        ShardedParameter(layer.name, key, p.numel(), p.shape[shard_dim(p)])
         for layer in layers if mesh
         for key, p in zip(("weight", "bias"), layer.parameters(), strict=False)
     ]  # fmt: skip

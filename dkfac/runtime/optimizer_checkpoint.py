@@ -117,6 +117,9 @@ class OptimizerCheckpoint:
                 stacklevel=3,
             )
         state.update({place[p]: entry for p, entry in found.items()})
+        if self._is_sharded and self._hides:  # the same keys in every run: one that resumes has taken no step
+            hidden = {p for layer in self._layers for p in layer.parameters()}
+            state.update({i: {} for p, i in place.items() if p in hidden})
         if found or self._is_sharded:  # torch.distributed.checkpoint wants an entry for every parameter that is trained
             state.update({i: {} for p, i in place.items() if p.requires_grad and i not in state})
 
