@@ -81,7 +81,10 @@ class KFAC:
         self._hooks = optimizer_hooks.OptimizerHooks(self._run, self._engine.share_weights, search)
         self._handles = self._capture.attach(self._model)
         if optimizer is not None:
-            save, states = self.state_dict if is_alone else None, lambda: (self._engine.states, self._engine.step)
+            save, states = (
+                self.state_dict if is_alone and not self.plan.sharding else None,
+                lambda: (self._engine.states, self._engine.step),
+            )
             args = (optimizer, self.layers, self.settings, states, save, self.load_state_dict)
             self._in_optimizer = OptimizerCheckpoint(*args)
             self._handles += [*self._in_optimizer.attach(), *self._hooks.attach(optimizer)]
@@ -230,7 +233,7 @@ class KFAC:
     def close(self) -> None:
         """Remove all hooks. The optimizer then steps on raw gradients again."""
         self._hooks.give_back()
-        is_shared = any(len(p.preconditioned_by) < self.plan.world_size for p in self.plan.placements)
+        is_shared = not self.plan.shares_no_updates
         if self._in_optimizer is not None and not self._closed and not is_shared:  # otherwise ranks would diverge
             self._in_optimizer.hand_over()
         self._engine.close()

@@ -220,7 +220,8 @@ class Collector(BackwardPasses):
 
     def _reaches(self, layer: Layer, index: int) -> bool:
         """Return whether this pass computes a layer's gradient. Finding the node is slow, so it is cached."""
-        weight, kept = layer.weight, self._nodes.get(index)
+        weight, kept = layer.module._parameters.get(layer.use.weight, layer.weight), self._nodes.get(index)
+        assert weight is not None
         if kept is None or kept[0] is not weight or kept[1] is not weight.dtype or kept[2] != weight.device:
             if not weight.requires_grad:
                 return False

@@ -99,7 +99,7 @@ def _is_plain(layer: Layer, function: Any, args: tuple[Any, ...], given: dict[st
     module: Any = layer.module
     if function is F.embedding:
         return True
-    if layer.has_bias != (given.get("bias") is not None and given["bias"] is layer.bias):
+    if layer.has_bias != (given.get("bias") is not None and given["bias"] is module._parameters.get(layer.use.bias)):
         return False
     if function is F.linear:
         return True

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dkfac.ops.torch_private import default_store
-from dkfac.plan.plan import Ranks
+from dkfac.plan.spec import Ranks
 
 
 def is_joined() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Where = Literal["always", "without an optimizer", "with roles", "on several ranks", "with NCCL"]
+Where = Literal["always", "without an optimizer", "with roles", "on several ranks", "with NCCL", "with shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,5 +201,13 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         "overlap=True with NCCL: collectives would be launched from autograd's threads while DDP's reductions are "
         "outstanding on another communicator, in an order that may differ between ranks, which may hang: omit overlap",
         "with NCCL",
+    ),
+    Restriction(
+        ("share", "overlap", "staleness", "wire_form", "fisher"),
+        lambda s: s.share == "weights" or s.experimental.overlap or s.experimental.staleness != "fixed"
+        or s.experimental.wire_form == "rows" or s.fisher != "empirical",
+        'sharded parameters (fully_shard) require share="gradients", overlap=False, staleness="fixed", '
+        'wire_form="sums" and fisher="empirical": omit these settings',
+        "with shards",
     ),
 )  # fmt: skip

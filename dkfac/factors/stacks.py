@@ -10,7 +10,7 @@ something else (after a load, a fallback, a move to another device). Blocks are 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dkfac.ops.together import aligned
 from dkfac.ops.torch_private import foreach_copy_
 from dkfac.plan.spec import is_input
 
+NOTHING: Mapping[int, Tensor] = {}
 MOST_ELEMENTS = {"cpu": 2**18}
 """By device type, the number of elements of a stack's gradients above which a stack has one layer. On a CPU, operations
 on tensors that do not fit into the cache take longer than operations on each layer."""
@@ -177,12 +178,12 @@ class Stack:
             common[name] = joined
         return from_tensors(common), [from_tensors(view) for view in views]
 
-    def read(self) -> Tensor:
+    def read(self, whole: Mapping[int, Tensor] = NOTHING) -> Tensor:
         """Copy the gradients to a buffer, which is reused, and return it: ``[n * B, O, I]`` or ``[n * B, I, O]``,
-        padded with zeros."""
+        padded with zeros. ``whole``: gradients by ``id(parameter)`` where parameters have only shards of them."""
         if self._grads is None:
             self.use(torch.zeros(self.num_layers * self.elements_laid_out, dtype=self.dtype, device=self.device))
-        pairs = self.pairs()
+        pairs = self.pairs(whole)
         foreach_copy_([part for _, part in pairs], [grad for grad, _ in pairs])
         for layer, parts in zip(self.layers, self._parts, strict=True):
             if layer.bias is not None and layer.bias.grad is None:
@@ -211,10 +212,10 @@ class Stack:
         found: Tensor = torch.linalg.vector_norm(grads.view(self.num_layers, -1), dim=1)
         return found
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def pairs(self, whole: Mapping[int, Tensor] = NOTHING) -> list[tuple[Tensor, Tensor]]:
         """Return the gradients that exist, each with its view of the buffer."""
         found = [
-            (p.grad, part)
+            (whole.get(id(p), p.grad), part)
             for layer, parts in zip(self.layers, self._parts, strict=True)
             for p, part in zip(layer.parameters(), parts, strict=True)
         ]

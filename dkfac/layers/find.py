@@ -15,10 +15,11 @@ from torch.nn.utils import parametrize
 
 from dkfac.config.optimizer_rules import Rule, share_state
 from dkfac.config.settings import Settings
+from dkfac.layers import sharded
 from dkfac.layers.conv import TRANSPOSED
 from dkfac.layers.kinds import KINDS, build_layer, channels_after, form_reason, kind_of
 from dkfac.layers.layer import Layer, cut_factors
-from dkfac.layers.uses import Use, uses_of
+from dkfac.layers.uses import Use, own_class, uses_of
 
 APART = "the optimizer has other betas, momentum or eps for it than for the weight"
 
@@ -76,7 +77,8 @@ def find_layers(
     ``trained``: the optimizer's parameters; None: all that require grad. ``rules``: the optimizer's, if K-FAC takes
     its steps. ``meta``: allow the meta device, to plan.
     """
-    _refuse_sharded(model)
+    sharded.check_model(model)
+    _refuse_fsdp1(model)
     if not meta and any(p.is_meta for p in model.parameters()):
         raise RuntimeError("the model is on the meta device: materialise it before attaching K-FAC")
     allowed = None if trained is None else {id(p) for p in trained}
@@ -92,7 +94,7 @@ def find_layers(
                 f"layer {raw_name!r} is lazy and has no shape yet: run one forward before attaching K-FAC"
             )
         rest = {key: p for key, p in module._parameters.items() if p is not None}
-        module_name = clean_name(raw_name) or type(module).__name__
+        module_name = clean_name(raw_name) or own_class(module).__name__
         for use in uses_of(module) if rest else ():
             name = module_name + use.suffix
             own = [rest.pop(key) for key in ((use.weight, use.bias) if use.suffix else tuple(rest)) if key in rest]
@@ -133,7 +135,8 @@ def find_layers(
     if missing:
         names = ", ".join(layer.name for layer in layers[:8])
         raise ValueError(f"skip={missing!r} matches no layer with parameters; the model has {names}, ...")
-    return layers, left
+    is_any = any(sharded.is_sharded(layer.weight) for layer in layers)
+    return sharded.hold_shards(layers) if is_any else layers, left
 
 
 def _reason(module: nn.Module, use: Use, allowed: set[int] | None) -> str | None:
@@ -141,7 +144,7 @@ def _reason(module: nn.Module, use: Use, allowed: set[int] | None) -> str | None
     kind = kind_of(module)
     if kind is None:
         base = next((b.__name__ for b in KINDS if isinstance(module, b)), None)
-        what = type(module).__name__
+        what = own_class(module).__name__
         return f"{what} overrides {base}.forward" if base else f"no K-FAC rule for {what}"
     if parametrize.is_parametrized(module) or not isinstance(module._parameters.get(use.weight), nn.Parameter):
         if not module._parameters:
@@ -196,21 +199,13 @@ def _shared_with(
 
 
 def _left(name: str, module: nn.Module, own: list[Tensor], reason: str, warn: bool = False) -> Left:
-    return Left(name, type(module).__name__, sum(p.numel() for p in own), reason, warn)
+    return Left(name, own_class(module).__name__, sum(p.numel() for p in own), reason, warn)
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor
-
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise RuntimeError(
-                f"parameter {name!r} is a DTensor (FSDP2 or tensor parallelism): dkfac does not precondition "
-                f"sharded parameters yet; use DistributedDataParallel, or attach K-FAC to an unsharded model"
-            )
+def _refuse_fsdp1(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise RuntimeError(
                 f"module {name!r} is wrapped by FSDP, which flattens its parameters: K-FAC cannot find layers "
-                f"in them; use DistributedDataParallel"
+                f"in them; use fully_shard (FSDP2) or DistributedDataParallel"
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dkfac.config.settings import Settings
 from dkfac.layers.layer import Layer
-from dkfac.layers.uses import Use, applies_its_weight, is_own_linear
+from dkfac.layers.uses import Use, applies_its_weight, is_own_linear, own_class
 from dkfac.plan.spec import FactorSpec, LayerSpec
 
 KINDS: dict[type[nn.Module], str] = {
@@ -39,7 +39,7 @@ FOREIGN_KINDS = {"transformers.pytorch_utils.Conv1D": "conv1d-transposed"}
 
 def kind_of(module: nn.Module) -> str | None:
     """Return the layer kind of a module; None if it is unknown, or a subclass whose ``forward`` is not understood."""
-    cls = type(module)
+    cls = own_class(module)
     foreign = FOREIGN_KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
     if foreign is not None:
         return foreign

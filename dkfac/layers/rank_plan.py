@@ -41,6 +41,10 @@ class RankPlan:
         """Whether this rank holds a layer's decompositions and preconditions its gradient."""
         return self.rank in self.placements[name].preconditioned_by
 
+    def speaks_for(self, name: str) -> bool:
+        """Whether this rank is the first of those that precondition a layer."""
+        return self.rank == self.placements[name].preconditioned_by[0]
+
     def steps(self, name: str) -> bool:
         """Whether this rank's optimizer steps a layer."""
         return self.plan.share == "gradients" or self.preconditions(name)

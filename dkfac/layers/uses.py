@@ -44,6 +44,12 @@ class Use:
 PLAIN = Use()
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as it was written: ``fully_shard`` gives it a subclass."""
+    kinds = type(module).__mro__
+    return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]
+
+
 def uses_of(module: nn.Module) -> tuple[Use, ...]:
     """Return the layers that a module's own parameters make up."""
     if not isinstance(module, nn.MultiheadAttention):
@@ -70,7 +76,7 @@ def is_own_linear(module: nn.Module) -> bool:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or weight.ndim != 2 or isinstance(module, tuple(APPLIED_BY)):
         return False
-    is_torchs = type(module).__module__.startswith("torch.nn.")
+    is_torchs = own_class(module).__module__.startswith("torch.nn.")
     return not is_torchs and (bias is None or bias.shape == weight.shape[:1]) and {LINEAR, "weight"} <= _names(module)
 
 
@@ -96,7 +102,7 @@ def appliers(model: nn.Module, layers: Iterable[tuple[int, nn.Module]]) -> Itera
         is_attention, names, found = isinstance(module, nn.MultiheadAttention), set[str](), list[int]()
         if module in owned and (is_attention or not is_called(module, PLAIN)):
             found += owned[module]
-        is_torchs = type(module).__module__.startswith("torch.nn.")  # TransformerEncoderLayer: only in inference
+        is_torchs = own_class(module).__module__.startswith("torch.nn.")  # TransformerEncoderLayer: only in inference
         for name, child in module.named_children():
             if child not in owned or not isinstance(child, tuple(APPLIED_BY)) or (is_torchs and not is_attention):
                 continue

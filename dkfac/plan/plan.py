@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dkfac.plan.shards import ShardedParameter, Sharding
 from dkfac.plan.sharing import per_rank
-from dkfac.plan.spec import FactorSpec, LayerSpec
-
-Ranks = tuple[int, ...]
-"""Sorted ranks of the plan's group."""
+from dkfac.plan.spec import FactorSpec, LayerSpec, Ranks
 
 PLAN_VERSION = 2
 
@@ -67,6 +65,8 @@ class Plan:
     loopback: bool = False
     """Whether one rank sends to itself what several send to each other, so that a benchmark on one GPU takes their
     path."""
+    sharding: Sharding | None = None
+    """How parameters are split over ranks; None: every rank has all of them."""
 
     _by_name: dict[str, tuple[LayerSpec, Placement]] = field(init=False, repr=False, compare=False)
 
@@ -99,11 +99,31 @@ class Plan:
             raise ValueError(
                 f"layer {layer.name!r}: {len(placement.preconditioned_by)} workers cannot serve equal parts"
             )
+        sharding, number = self.sharding, len(placement.preconditioned_by)
+        size = self.world_size // number
+        if sharding and (size < min(2, self.world_size) or any(
+            not set(sharding.replica_of(worker)) <= set(group) for worker, group in self.served(placement)
+        )):  # fmt: skip
+            raise ValueError(
+                f"strategy={self.strategy!r} has {number} ranks that precondition layer {layer.name!r}; its parameters "
+                f"are sharded over {len(sharding.mesh[0])} ranks, and there are not shards for each of them: use "
+                f'strategy="sharded" or "mem-opt"'
+            )
+
+    def served(self, placement: Placement) -> Iterator[tuple[int, Ranks]]:
+        """Yield the ranks that precondition a layer, each with the range of consecutive ranks that it serves."""
+        size = self.world_size // len(placement.preconditioned_by)
+        for i, worker in enumerate(placement.preconditioned_by):
+            group = tuple(range(i * size, (i + 1) * size))
+            assert worker in group, f"rank {worker} is not among the ranks it serves"
+            yield worker, group
 
     @property
     def shares_no_updates(self) -> bool:
-        """Whether every rank preconditions every layer."""
-        return all(len(placement.preconditioned_by) == self.world_size for placement in self.placements)
+        """Whether every rank preconditions every layer, and has all of its gradient."""
+        return self.sharding is None and all(
+            len(placement.preconditioned_by) == self.world_size for placement in self.placements
+        )
 
     def is_summed(self, placement: Placement) -> bool:
         """Whether a layer's statistics are summed over ranks."""
@@ -158,7 +178,7 @@ class Plan:
             "placements": placements,
             "buckets": self.buckets,
             "groups": ["all" if ranks == everyone else ranks for ranks in groups],
-        }
+        } | ({} if self.sharding is None else {"sharding": asdict(self.sharding)})
         return json.dumps(body, sort_keys=True)
 
     @classmethod
@@ -190,6 +210,7 @@ class Plan:
             rows=tuple((name, key, number) for name, key, number in body["rows"]),
             adaptive=body.get("adaptive", False),
             num_compared=body.get("num_compared", 0),
+            sharding=_sharding(body.get("sharding")),
         )
 
     def fingerprint(self) -> str:
@@ -247,6 +268,13 @@ def gradient_dtype(wire_dtype: str) -> str:
 def _layer(body: dict[str, Any]) -> LayerSpec:
     factors = tuple(FactorSpec(**factor) for factor in body["factors"])
     return LayerSpec(**{**body, "factors": factors})
+
+
+def _sharding(body: dict[str, Any] | None) -> Sharding | None:
+    if body is None:
+        return None
+    mesh = tuple(tuple(ranks) for ranks in body["mesh"])
+    return Sharding(mesh, tuple(ShardedParameter(**parameter) for parameter in body["parameters"]))
 
 
 def difference(mine: Any, reference: Any, path: str = "") -> str | None:

@@ -9,16 +9,20 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dkfac.plan.plan import Plan, Ranks, gradient_dtype, num_bytes
-from dkfac.plan.spec import LayerSpec
+from dkfac.plan import shards
+from dkfac.plan.plan import Plan, gradient_dtype, num_bytes
+from dkfac.plan.spec import LayerSpec, Ranks
 
 Stage = Literal[
-    "header", "factors", "replicas", "changes", "means", "status", "decompositions", "norms", "gradients", "weights"
-]
-How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast"]
+    "squares", "header", "factors", "replicas", "changes", "means", "status", "decompositions", "norms", "gradients",
+    "weights",
+]  # fmt: skip
+How = Literal["all-reduce", "reduce-scatter", "rows", "collect", "deal", "all-gather", "broadcast",
+              "to-owners", "to-shards"]  # fmt: skip
 """``rows``: each rank sends its own rows to the owner of each part; they are not summed. ``collect``: from equal chunks
 to owners, after a reduce-scatter. ``deal``: from owners to equal chunks, before an all-gather. These three are
 all-to-alls; the last two only move what is not in place yet. ``broadcast``: only in the programs of other systems.
+``to-owners``, ``to-shards``: all-to-alls between the shards of parameters and the owners of layers.
 """
 
 NUM_SCHEDULES = 4
@@ -40,6 +44,8 @@ class Part:
     elements: int
     owner: int = -1
     """The rank that receives it (reductions) or sends it (shares); -1: all."""
+    size: int = 1
+    """Of a parameter that is split over ranks: the size of the dimension along which it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class Transfer:
     dtype: str
     parts: tuple[Part, ...]
     bucket: int = 0
+    mesh: tuple[Ranks, ...] = ()
+    """Of parameters that are split over ranks: the ranks of each replica, in the order of the shards."""
 
     @property
     def used(self) -> int:
@@ -74,9 +82,11 @@ class Transfer:
                 return [self.chunk] * size
             case "collect":
                 used, chunk = self.used, self.chunk
-                return [_overlap(0, used, i * chunk, (i + 1) * chunk) for i in range(size)]
+                return [shards.overlap(0, used, i * chunk, (i + 1) * chunk) for i in range(size)]
             case "deal":
                 return [end - begin for begin, end in self._owned()]
+            case "to-owners" | "to-shards":
+                return [sum(self.splits(rank)[0]) for rank in self.group]
 
     def elements(self, rank: int) -> int:
         """Return how many elements a member passes to the collective."""
@@ -94,13 +104,15 @@ class Transfer:
 
     def splits(self, rank: int) -> tuple[list[int], list[int]]:
         """Return how many elements a member sends to each member, and receives from each."""
+        if self.mesh:
+            return shards.splits(self.parts, self.group, self.mesh, rank, to_owners=self.how == "to-owners")
         me, size, chunk = self.group.index(rank), len(self.group), self.chunk
         owned = self._owned()
         if self.how == "rows":
             return [end - begin for begin, end in owned], [owned[me][1] - owned[me][0]] * size
         chunks = [(i * chunk, (i + 1) * chunk) for i in range(size)]
-        to_owner = [_overlap(*owned[i], *chunks[me]) for i in range(size)]
-        from_chunk = [_overlap(*owned[me], *chunks[i]) for i in range(size)]
+        to_owner = [shards.overlap(*owned[i], *chunks[me]) for i in range(size)]
+        from_chunk = [shards.overlap(*owned[me], *chunks[i]) for i in range(size)]
         return (to_owner, from_chunk) if self.how == "collect" else (from_chunk, to_owner)
 
     def _owned(self) -> list[tuple[int, int]]:
@@ -181,7 +193,11 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
     else:
         transfers += _shares("decompositions", decompositions)
     gradients = list(_gradients(plan))
-    if plan.share == "weights":
+    if plan.sharding is not None:
+        transfers = [_small("squares", everyone, len(plan.layers) + 1), *transfers]
+        transfers += [*_sharded(plan, plan.sharding, "to-owners"), _small("norms", everyone, 3 * len(plan.layers))]
+        transfers += _sharded(plan, plan.sharding, "to-shards")
+    elif plan.share == "weights":
         transfers.append(_small("norms", everyone, 3 * len(plan.layers)))
         transfers += _shares("weights", gradients)
     else:
@@ -266,15 +282,22 @@ def _decompositions(plan: Plan) -> Iterator[SharedPart]:
 def _gradients(plan: Plan) -> Iterator[SharedPart]:
     """Yield the shares of gradients. Worker i serves the i-th range of consecutive ranks, which contains it."""
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
-        workers = placement.preconditioned_by
-        served = plan.world_size // len(workers)
-        if served == 1 and not plan.loopback:  # each rank is its own worker
+        if len(placement.preconditioned_by) == plan.world_size and not plan.loopback:  # each rank is its own worker
             continue
         dtype = layer.dtype if plan.wire_dtype is None or plan.share == "weights" else gradient_dtype(plan.wire_dtype)
-        for i, worker in enumerate(workers):
-            group = tuple(range(i * served, (i + 1) * served))
-            assert worker in group, f"layer {layer.name!r}: worker {worker} is not among the ranks it serves"
+        for worker, group in plan.served(placement):
             yield group, dtype, Part(layer.name, "gradient", layer.grad_elements, worker)
+
+
+def _sharded(plan: Plan, sharding: shards.Sharding, how: How) -> Iterator[Transfer]:
+    """Yield the transfers of gradients from the shards of parameters to the owners of layers, or of updates back."""
+    dtypes, grouped = {layer.name: layer.dtype for layer in plan.layers}, dict[tuple[Ranks, str], list[Part]]()
+    for p in sharding.parameters:
+        dtype = dtypes[p.layer] if plan.wire_dtype is None else gradient_dtype(plan.wire_dtype)
+        for worker, group in plan.served(plan.placement(p.layer)):
+            grouped.setdefault((group, dtype), []).append(Part(p.layer, p.key, p.elements, worker, p.size))
+    for (group, dtype), parts in grouped.items():
+        yield Transfer("gradients", how, group, dtype, tuple(parts), mesh=sharding.within(group))
 
 
 def _shares(stage: Stage, shares: Iterable[SharedPart]) -> Iterator[Transfer]:
@@ -294,7 +317,3 @@ def _shares(stage: Stage, shares: Iterable[SharedPart]) -> Iterator[Transfer]:
 
 def _single(ranks: Ranks) -> int:
     return ranks[0] if len(ranks) == 1 else -1
-
-
-def _overlap(a: int, b: int, c: int, d: int) -> int:
-    return max(0, min(b, d) - max(a, c))

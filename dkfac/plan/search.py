@@ -112,7 +112,7 @@ def search(
         pieces = [cut_layer(layer, block_dim) for layer in layers]
         own_work = work if block_dim is None else cut_work(work, layers, pieces)
         for own, overlap in candidates(chosen, world_size, wire_dtypes=wire_dtypes):
-            if choices.share == "weights" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
+            if choices.share != "gradients" and own.strategy not in ("layer-wise", "mem-opt", "sharded"):
                 continue
             plan = make_plan(pieces, world_size, own, cluster, own_work)
             found.append(predict(plan, own, overlap, cluster, own_work))

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dkfac.plan.cluster import Cluster
-from dkfac.plan.plan import Plan, Ranks, num_bytes
+from dkfac.plan.plan import Plan, num_bytes
 from dkfac.plan.program import Program, Transfer, expand
 from dkfac.plan.sharing import NetworkJob, per_rank, share_cores, share_network
-from dkfac.plan.spec import LayerSpec
+from dkfac.plan.spec import LayerSpec, Ranks
 from dkfac.plan.timeline import Span, Stream, Timeline
 
 BUCKET_BYTES = 25 * 2**20
@@ -244,7 +244,7 @@ def _transfer(transfer: Transfer, cluster: Cluster, clock: Clock) -> None:
     clock.note(transfer.group, "network", transfer.stage, transfer.how, begin, end)
 
 
-COLLECTIVES = {"collect": "all-to-all", "deal": "all-to-all", "rows": "all-to-all"}
+COLLECTIVES = dict.fromkeys(("collect", "deal", "rows", "to-owners", "to-shards"), "all-to-all")
 
 
 def _seconds(transfer: Transfer, cluster: Cluster) -> float:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Ranks = tuple[int, ...]
+"""Sorted ranks of the plan's group."""
+
 
 @dataclass(frozen=True, slots=True)
 class FactorSpec:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dkfac.plan.costs import Costs
-from dkfac.plan.plan import Placement, Ranks
-from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.plan import Placement
+from dkfac.plan.spec import FactorSpec, LayerSpec, Ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dkfac.config.optimizer_rules import Rule
+from dkfac.config.optimizer_rules import Rule, length_of
 from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
@@ -24,8 +24,14 @@ from dkfac.ops.precondition import rotate, spectrum, swapped
 from dkfac.ops.torch_private import foreach_add_, foreach_mul_
 
 
-def check_optimizer(optimizer: Any, curvature: str) -> None:
-    """Raise if the optimizer is not supported."""
+def check_optimizer(optimizer: Any, curvature: str, *, is_sharded: bool = False) -> None:
+    """Raise if the optimizer is not supported. ``is_sharded``: whether parameters are split over ranks."""
+    if curvature == "adaptive" and is_sharded and length_of(optimizer) == "measured":
+        raise TypeError(
+            f'curvature="adaptive" with sharded parameters (fully_shard) knows the length of a step of SGD, Adam and '
+            f"AdamW (of torch.optim, without dampening and amsgrad), not of {type(optimizer).__name__}: use one of "
+            f'these, or curvature="kfac"'
+        )
     if curvature == "adaptive" and optimizer is None:
         raise TypeError(
             'curvature="adaptive" takes the step of an optimizer: use KFAC(model, optimizer), or curvature="kfac" for '
@@ -167,16 +173,17 @@ def _add_decay(stack: Stack, grads: Tensor, given: dict[int, Rule], good: Tensor
                 target += torch.where(good, p.to(target.dtype) * decay, 0)
 
 
-def take_steps(layers: Iterable[tuple[Layer, Tensor]], given: dict[int, Rule], good: Tensor) -> list[Tensor]:
-    """Step the layers' parameters in place by their updates ``[B, O, I]``, and return the parameters that were stepped.
-    If not ``good``, the updates must be zero, and there is no weight decay."""
+def take_steps(targets: Iterable[tuple[Tensor, Tensor, Tensor]], given: dict[int, Rule], good: Tensor) -> list[Tensor]:
+    """Step parameters, each given with the tensor that is stepped in place (itself, or this rank's shard of it) and its
+    update; return those that were stepped. If not ``good``, updates must be zero, and there is no weight decay."""
     groups: dict[tuple[Rule, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
-    for layer, update in layers:
-        for p, part in zip(layer.parameters(), split_grad(layer, update), strict=True):
-            if id(p) in given and p.grad is not None:
-                parameters, parts = groups.setdefault((given[id(p)], p.device), ([], []))
-                parameters.append(p)
-                parts.append(part)
+    stepped = list[Tensor]()
+    for p, target, part in targets:
+        if id(p) in given and p.grad is not None:
+            parameters, parts = groups.setdefault((given[id(p)], p.device), ([], []))
+            stepped.append(p)
+            parameters.append(target)
+            parts.append(part)
     for (rule, device), (parameters, parts) in groups.items():
         lr = rule.lr
         if isinstance(lr, Tensor):
@@ -185,4 +192,4 @@ def take_steps(layers: Iterable[tuple[Layer, Tensor]], given: dict[int, Rule], g
             less = torch.full((), rule.weight_decay, device=device, dtype=torch.float64) * rule.lr
             foreach_mul_(parameters, 1 - torch.where(good.to(device), less, 0.0).to(parts[0].dtype))
         foreach_add_(parameters, parts, alpha=-lr)
-    return [p for parameters, _ in groups.values() for p in parameters]
+    return stepped

@@ -6,7 +6,7 @@ place, and a report; identical on all ranks. Owns: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def precondition(
     mine = {name for name in ready if ranks.preconditions(name)}
     loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it later
     report = UpdateReport()
-    work = _Directions(given, states, context, rules, good, loss_scale, may_round, report)
+    work = Directions(given, states, context, rules, good, loss_scale, may_round, report, {})
     chunks = work.of(mine)
     order = [layer for chunk in chunks for layer in chunk.stack.layers]
     after = torch.cat([chunk.norms.to(device) for chunk in chunks] or [torch.zeros(0, device=device)])
@@ -97,17 +97,18 @@ def precondition(
     return report
 
 
-class _Directions:
+class Directions:
     """Preconditions the gradients of this rank's layers; layers of one shape are processed in one batch."""
 
     def __init__(
         self, given: Preconditioner, states: dict[str, LayerState], context: StepContext, rules: Rules, good: Tensor,
-        loss_scale: Any, may_round: Callable[[Stack], bool], report: UpdateReport,
+        loss_scale: Any, may_round: Callable[[Stack], bool], report: UpdateReport, whole: Mapping[int, Tensor],
     ) -> None:  # fmt: skip
         """``rules`` are the hyperparameters of a curvature that keeps moments, which are updated if ``good``; empty if
-        the gradient is divided by the curvature."""
+        the gradient is divided by the curvature. ``whole``: gradients by ``id(parameter)`` where parameters have only
+        shards of them."""
         self._given, self._states, self._context, self._rules, self._good = given, states, context, rules, good
-        self._loss_scale, self._may_round, self._report = loss_scale, may_round, report
+        self._loss_scale, self._may_round, self._report, self._whole = loss_scale, may_round, report, whole
         self._factors: list[Tensor] = []
 
     def of(self, mine: set[str]) -> list[Chunk]:
@@ -157,7 +158,7 @@ class _Directions:
         return update.mT.contiguous() if stack.transposed else update
 
     def _adaptive_chunks(self, stacks: list[Stack]) -> list[Chunk]:
-        raws = [stack.read() for stack in stacks]
+        raws = [stack.read(self._whole) for stack in stacks]
         given = (self._states, self._rules, self._good, self._loss_scale, self._may_round)
         try:
             updates = adaptive.adaptive_updates(stacks, *given)
@@ -167,7 +168,7 @@ class _Directions:
         return [Chunk(*each, each[0].norms(each[2])) for each in zip(stacks, raws, updates, strict=True)]
 
     def _chunk(self, stack: Stack, solve: Callable[[Stack, Tensor], Tensor]) -> Chunk:
-        raw = stack.read()
+        raw = stack.read(self._whole)
         try:
             with tf32(self._may_round(stack), stack.device):
                 update = solve(stack, raw)
@@ -216,7 +217,8 @@ def _step(
     if any(rule.length == "measured" for rule in rules.values()) and context.settings.adapts_damping:
         report.grafts = adaptive.Grafts(chosen, rules)
     else:
-        report.stepped += adam_eigen.take_steps(chosen, rules, good)
+        pairs = ((p, part) for la, u in chosen for p, part in zip(la.parameters(), split_grad(la, u), strict=True))
+        report.stepped += adam_eigen.take_steps([(p, p, part) for p, part in pairs], rules, good)
 
 
 def _write(

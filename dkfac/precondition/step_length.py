@@ -6,6 +6,7 @@ identical on all ranks. Owns: nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dkfac.comm.transport import Transport
 from dkfac.config.step_context import StepContext
-from dkfac.factors.stacks import Stack
+from dkfac.factors.stacks import NOTHING, Stack
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops import constants
@@ -53,24 +54,28 @@ class StepLength:
         self.scales = torch.ones_like(self.after)
 
     def predict(
-        self, chunks: list[Chunk], others: dict[str, Tensor], rates: dict[int, Any], loss_scale: Tensor | None
-    ) -> None:
-        """Compute the change of the loss that the updates predict, if ``rescale`` bounds it."""
+        self, chunks: list[Chunk], others: dict[str, Tensor], rates: dict[int, Any], loss_scale: Tensor | None,
+        whole: Mapping[int, Tensor] = NOTHING,
+    ) -> None:  # fmt: skip
+        """Compute the change of the loss that the updates predict, if ``rescale`` bounds it. ``whole``: gradients by
+        ``id(parameter)`` where parameters have only shards of them."""
         settings = self._context.settings
         if settings.rescale in trust_region.HELD and not settings.takes_steps:
-            self.products = self._products(chunks, others, rates)
+            self.products = self._products(chunks, others, rates, whole)
             if loss_scale is not None:
                 self.products = self.products / loss_scale.to(self.products).square()
 
-    def _products(self, chunks: list[Chunk], others: dict[str, Tensor], rates: dict[int, Any]) -> Tensor:
+    def _products(
+        self, chunks: list[Chunk], others: dict[str, Tensor], rates: dict[int, Any], whole: Mapping[int, Tensor]
+    ) -> Tensor:
         """Return the change that each layer's update predicts, bitwise identical on all ranks."""
         order, plan, settings, step = self.order, self._ranks.plan, self._context.settings, self._context.step
         lrs = trust_region.rates_of(order, rates)
-        is_here = plan.share == "weights" or all(len(p.preconditioned_by) == plan.world_size for p in plan.placements)
+        is_here = plan.share != "gradients" or all(len(p.preconditioned_by) == plan.world_size for p in plan.placements)
         if lrs is None or not is_here:
             parts = {layer.name: part for chunk in chunks for layer, part in chunk.stack.split(chunk.update)} | others
             every = [parts[layer.name] for layer in order]
-            return trust_region.by_parameter(order, every, rates, self.after, settings, step)
+            return trust_region.by_parameter(order, every, rates, self.after, settings, step, whole)
         here = [layer for chunk in chunks for layer in chunk.stack.layers]
         dots = [trust_region.dots(chunk.stack, chunk.raw, chunk.update, settings, step) for chunk in chunks]
         products = torch.cat([d.to(self.after) for d in dots]) if dots else torch.zeros_like(self.after)
@@ -115,7 +120,8 @@ class StepLength:
         for i, layer in enumerate(self.order):
             bad = ~self.sane[i]
             row = torch.stack([self.after[i].masked_fill(bad, 0), bad.to(self.dtype), products[i].masked_fill(bad, 0)])
-            table[:, index[layer.name]] = row
+            if self._ranks.speaks_for(layer.name):
+                table[:, index[layer.name]] = row
         told = self._transport.sum_vector("norms", table.reshape(-1)).view(3, -1).to(self.dtype)
         after, flags, terms = torch.stack([told[:, index[layer.name]] for layer in layers], dim=1)
         return after, flags == 0, terms

@@ -9,7 +9,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,10 +67,11 @@ def dots(stack: Stack, raw: Tensor, update: Tensor, settings: Settings, step: in
 
 
 def by_parameter(
-    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], like: Tensor, settings: Settings, step: int
-) -> Tensor:
+    layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], like: Tensor, settings: Settings, step: int,
+    whole: Mapping[int, Tensor],
+) -> Tensor:  # fmt: skip
     """Return ``lr^2 <update, gradient - damping update>`` of each layer, ``[layers]``, bitwise independent of the rank
-    that preconditioned it."""
+    that preconditioned it. ``whole``: gradients by ``id(parameter)`` where parameters have only shards of them."""
     device, dtype = like.device, like.dtype
     result = [torch.zeros((), dtype=dtype, device=device) for _ in layers]
     for i, (layer, update) in enumerate(zip(layers, updates, strict=True)):
@@ -80,7 +81,8 @@ def by_parameter(
             if p.grad is not None:
                 lr = rates.get(id(p), 0.0)
                 lr = lr.to(device, dtype).reshape(()) if isinstance(lr, Tensor) else float(lr)
-                left = p.grad - damping * part if damping else p.grad
+                grad = whole.get(id(p), p.grad)
+                left = grad - damping * part if damping else grad
                 result[i] = result[i] + (part * left).sum().to(device, dtype) * lr * lr
     return torch.stack(result) if result else torch.zeros(0, dtype=dtype, device=device)
 

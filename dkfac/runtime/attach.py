@@ -22,19 +22,22 @@ from dkfac.comm.errors import ErrorChannel
 from dkfac.comm.one_rank import OneRank
 from dkfac.comm.replicas import Replicas, compared_parameters
 from dkfac.comm.transport import Transport
-from dkfac.config import optimizer_rules
+from dkfac.config import optimizer_rules, restrictions
 from dkfac.config.resolve import choose_settings
 from dkfac.config.restrictions import check_combinations
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
+from dkfac.layers.sharded import Mesh, is_sharded, mesh_of, shard_dim
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
 from dkfac.plan.preset import load_cluster
 from dkfac.plan.search import choose
+from dkfac.plan.shards import ShardedParameter, Sharding
 from dkfac.plan.spec import LayerSpec
 from dkfac.precondition import adam_eigen
+from dkfac.runtime.levenberg_marquardt import LevenbergMarquardt
 
 LOOPBACK = "DKFAC_LOOPBACK"
 """Environment variable: 1 makes a process group of one rank take the path of several (``benchmarks/one_line.py``)."""
@@ -78,7 +81,9 @@ def prepare_attachment(
     layers, left = find_layers(inner, chosen, trained, rules)
     check_layers(layers, left, ATTACHED)
     optimizer_rules.check_zero(optimizer, chosen.share)
-    adam_eigen.check_optimizer(optimizer, chosen.curvature)
+    if replicas_of(layers):
+        check_shards(chosen, roles)
+    adam_eigen.check_optimizer(optimizer, chosen.curvature, is_sharded=bool(replicas_of(layers)))
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
 
@@ -117,10 +122,24 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
+def check_shards(settings: Settings, roles: Any) -> None:
+    """Raise if sharded parameters do not go together with other arguments."""
+    restrictions.check_combinations(settings, "with shards")
+    if isinstance(settings.damping, LevenbergMarquardt):
+        raise ValueError(
+            "damping=LevenbergMarquardt(...) with sharded parameters (fully_shard): lm_step needs whole gradients; "
+            "give a number or a schedule"
+        )
+    if roles is not None:
+        raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
+
+
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
     if not layers:
         reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
-        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons})")
+        is_old = any(item.reason == "not in the optimizer" for item in left)
+        hint = ": was the optimizer made before fully_shard(model), which makes other parameters?" if is_old else ""
+        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons}){hint}")
     twice = [layer.name for layer in layers if layer.module in attached]
     if twice:
         raise RuntimeError(
@@ -143,13 +162,13 @@ def connect(found: Prepared) -> tuple[Transport, ErrorChannel]:
 
 def _transport(layers: list[Layer], settings: Settings, process_group: Any, names: tuple[str, ...]) -> Transport:
     world_size = groups.world_size(process_group)
-    specs = [layer.spec for layer in layers]
+    specs, replicas = [layer.spec for layer in layers], replicas_of(layers)
     choices = Choices(
         strategy=settings.strategy,
         worker_fraction=settings.worker_fraction,
         replicate_factors=settings.experimental.replicate_factors,
         wire_dtype=settings.wire_dtype,
-        share=settings.share,
+        share="shards" if replicas else settings.share,
         fusion=settings.experimental.fusion or ("optimal" if settings.experimental.overlap else "one"),
         solver=settings.solver,
         moments=settings.measures_moments,
@@ -159,7 +178,7 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
     device = layers[0].weight.device
     if world_size == 1:
-        plan = make_plan(specs, 1, choices)
+        plan = replace(make_plan(specs, 1, choices), sharding=sharding_of(layers, replicas and ((0,),)))
         if os.environ.get(LOOPBACK) == "1" and groups.is_joined():
             return Transport(
                 replace(plan, loopback=True, num_compared=len(names)), groups.make_groups(process_group), device
@@ -168,8 +187,11 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
     check_several_ranks(settings, specs, by_nccl=groups.sends_by_nccl(device, process_group))
     own = groups.make_groups(process_group)
     try:
-        transport = _agree(specs, settings, choices, own, device, cluster, names)
-        if settings.cuda_graph and not transport.plan.shares_no_updates:
+        sharding = sharding_of(layers, _places(replicas, own))
+        transport = _agree(specs, settings, choices, own, device, cluster, names, sharding)
+        if settings.cuda_graph and sharding is not None:
+            warnings.warn("cuda_graph has no effect with sharded parameters (fully_shard)", stacklevel=3)
+        elif settings.cuda_graph and not transport.plan.shares_no_updates:
             warnings.warn(
                 f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
                 f'other updates in every step: use strategy="comm-opt" or "replicated"',
@@ -203,6 +225,7 @@ def _agree(
     device: torch.device,
     cluster: Cluster | None,
     names: tuple[str, ...],
+    sharding: Sharding | None,
 ) -> Transport:
     schedules = {name: settings.at(name, 0) for name in SCHEDULES}
     said = {name: value for name, value in settings.describe().items() if name != "announce"}
@@ -212,9 +235,51 @@ def _agree(
         plan = make_plan(specs, own.world_size, choices)
     else:
         plan = choose(specs, own.world_size, cluster, choices, overlap=settings.experimental.overlap)
-    plan = replace(plan, adaptive=settings.experimental.staleness != "fixed", num_compared=len(names))
+    plan = replace(
+        plan,
+        adaptive=settings.experimental.staleness != "fixed",
+        num_compared=len(names),
+        sharding=sharding,
+    )
     agree.check_same(own, {"plan": json.loads(plan.to_json())}, device)
     return Transport(plan, own, device).open()
+
+
+def replicas_of(layers: list[Layer]) -> Mesh:
+    """Return the global ranks that parameters are sharded over; none if they are not. Raises if layers differ."""
+    found: dict[Mesh, str] = {}
+    for layer in layers:
+        for p in layer.parameters():
+            if is_sharded(p):
+                found.setdefault(mesh_of(layer.name, p), layer.name)
+    if len(found) > 1:
+        (one, name), (other, another) = list(found.items())[:2]
+        raise RuntimeError(
+            f"layers {name!r} and {another!r} are sharded over different ranks, {list(one)} and {list(other)}: "
+            f"fully_shard both with one mesh, or attach one KFAC with skip= for each"
+        )
+    return next(iter(found), ())
+
+
+def _places(replicas: Mesh, own: groups.Groups) -> Mesh:
+    """Return the positions of ranks in K-FAC's group, which must be the ranks that parameters are sharded over."""
+    members = [own.global_rank(rank) for rank in range(own.world_size)]
+    if replicas and sorted(rank for ranks in replicas for rank in ranks) != sorted(members):
+        raise RuntimeError(
+            f"parameters are sharded over ranks {[rank for ranks in replicas for rank in ranks]}, but K-FAC is "
+            f"attached on ranks {members}: pass the group of the mesh, KFAC(..., process_group=mesh.get_group())"
+        )
+    return tuple(tuple(members.index(rank) for rank in ranks) for ranks in replicas)
+
+
+def sharding_of(layers: list[Layer], mesh: Mesh) -> Sharding | None:
+    """Return how parameters are split over ranks of K-FAC's group; None if they are not."""
+    parameters = [
+        ShardedParameter(layer.name, key, p.numel(), p.shape[shard_dim(p)])
+        for layer in layers if mesh
+        for key, p in zip(("weight", "bias"), layer.parameters(), strict=False)
+    ]  # fmt: skip
+    return Sharding(mesh, tuple(parameters)) if mesh else None
 
 
 def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
@@ -226,6 +291,8 @@ def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
 
 def check_uneven_inputs(plan: Plan) -> None:
     """Raise if a rank that runs out of batches would be missed by the others."""
+    if plan.sharding is not None:
+        raise ValueError("Join with sharded parameters (fully_shard): FSDP2 itself needs a batch on every rank")
     if not plan.shares_no_updates:
         raise ValueError(
             f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "

@@ -7,6 +7,8 @@ never diverge.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +30,11 @@ from dkfac.factors.running_average import RunningAverage
 from dkfac.factors.stacks import Stack, make_stacks
 from dkfac.layers.layer import Layer
 from dkfac.layers.rank_plan import RankPlan
+from dkfac.layers.sharded import check_attached
 from dkfac.ops.decompose import stored
 from dkfac.ops.graph_cache import GraphPool
 from dkfac.ops.precision import tf32
-from dkfac.precondition import apply, gradient_norms
+from dkfac.precondition import apply, gradient_norms, sharded
 from dkfac.precondition.report import UpdateReport
 from dkfac.precondition.share_updates import share_weights
 from dkfac.precondition.step_graph import StepGraph, has_one_gpu
@@ -71,7 +74,7 @@ class Engine:
         self.refresher = Refresher(layers, settings, transport, collector, notices, self.replanner, remote)
         pool = GraphPool()
         self.graph, self._average_alone, self._average_ranks = StepGraph(pool), RunningAverage(pool), RankAverage()
-        self._places: list[tuple[torch.dtype, torch.device]] = []
+        self._places: list[tuple[torch.dtype, torch.device, type]] = []
         self.uses_graphs = False
         self._is_owed = False
         self.context = self._next_context()
@@ -155,7 +158,7 @@ class Engine:
             good = self.graph.begin(self.stacks, self._weights, parameters, optimizer)
             if good is not None:
                 return None, good
-        norms = gradient_norms.Norms(parameters, device)
+        norms = self._read_norms(parameters, device)
         return norms, norms.are_finite(getattr(optimizer, "found_inf", None))
 
     def _average(self, measured: BatchStatistics, good: Tensor) -> Tensor:
@@ -217,9 +220,7 @@ class Engine:
             if report is not None:
                 return report
             norms = gradient_norms.Norms(parameters, device)
-        report = apply.precondition(
-            self._preconditioner, states, context, optimizer, rates, norms, good, self._may_round
-        )
+        report = self._apply(self._preconditioner, states, context, optimizer, rates, norms, good, self._may_round)
         others = [p for p in parameters if id(p) not in report.written]
         gradient_norms.zero_where(~good, gradient_norms.dense_gradients(others))
         return report
@@ -236,8 +237,11 @@ class Engine:
         mine = [layer for layer in self.ranks.layers if self.ranks.preconditions(layer.name)]
         self.stacks, self._alone = make_stacks(mine), {layer.name: Stack([layer], pad=False) for layer in mine}
         self._weights = [layer.weight for layer in self.ranks.layers]
-        self._places = [(w.dtype, w.device) for w in self._weights]
-        self._preconditioner = self._make_preconditioner()
+        self._places = [(w.dtype, w.device, type(w)) for w in self._weights]
+        self._preconditioner, is_sharded = self._make_preconditioner(), self.transport.plan.sharding is not None
+        self._apply: Callable[..., UpdateReport] = sharded.precondition_shards if is_sharded else apply.precondition
+        norms = functools.partial(sharded.ShardNorms, ranks=self.ranks, transport=self.transport)
+        self._read_norms: Callable[..., gradient_norms.Norms] = norms if is_sharded else gradient_norms.Norms
         self.refresher.rewind()
         self.uses_graphs = wants_graphs(self.settings, self._weights, self.transport)
 
@@ -247,8 +251,9 @@ class Engine:
     def _follow_model(self) -> None:
         """Move the state if the model was moved or converted, or a state was loaded. Several ranks refuse that."""
         self._weights = [layer.weight for layer in self.ranks.layers]
-        if self._places == [(w.dtype, w.device) for w in self._weights]:
+        if self._places == [(w.dtype, w.device, type(w)) for w in self._weights]:
             return
+        check_attached(self.ranks.layers)
         self.transport.check_unmoved((layer.spec, layer.dtype, layer.weight.device) for layer in self.ranks.layers)
         for layer in self.ranks.layers:
             self.states[layer.name].follow(layer.weight, layer.dtype)

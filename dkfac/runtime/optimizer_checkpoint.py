@@ -19,6 +19,7 @@ from dkfac.config import optimizer_rules
 from dkfac.config.settings import Settings
 from dkfac.factors.layer_state import LayerState
 from dkfac.layers.layer import Layer
+from dkfac.layers.sharded import ShardedLayer
 from dkfac.state import in_optimizer, optimizer_state
 from dkfac.state.in_optimizer import Entries, is_ours
 
@@ -37,6 +38,7 @@ class OptimizerCheckpoint:
         where ranks hold parts of it."""
         self._optimizer, self._layers, self._states, self._save, self._load = optimizer, layers, states, save, load
         self._hides = optimizer_rules.hides(settings, optimizer)
+        self._is_sharded = any(isinstance(layer, ShardedLayer) for layer in layers)
         self._loading: dict[str, Any] | None = None
         self._waiting: Any = None
         """Handle of a hook on the next step, after a state was loaded that lacks K-FAC's."""
@@ -90,7 +92,7 @@ class OptimizerCheckpoint:
     def _moments(self) -> Entries:
         states, num_steps = self._states()
         rules, found = optimizer_rules.rules(self._optimizer), {}
-        for layer in self._layers if self._hides else ():
+        for layer in self._layers if self._hides and not self._is_sharded else ():
             if id(layer.weight) in rules:
                 parts = in_optimizer.moments(layer, states[layer.name], rules[id(layer.weight)], num_steps)
                 found.update({p: entry for p, entry in parts.items() if id(p) in rules})
@@ -107,14 +109,18 @@ class OptimizerCheckpoint:
                     found[p] = (found[p] if p in found else state.get(place[p], {})) | entry
         elif self._hides and self._states()[1] > 0 and not self._said:
             self._said = True
+            what = "no moments" if self._is_sharded else "the moments"
             warnings.warn(
-                "optimizer.state_dict() has the moments of the layers that this rank steps, and nothing else of "
+                f"optimizer.state_dict() has {what} of the layers that this rank steps, and nothing else of "
                 "K-FAC's state, which ranks share: save kfac.state_dict() as well, with torch.distributed.checkpoint, "
                 "or with gather=True on all ranks",
                 stacklevel=3,
             )
         state.update({place[p]: entry for p, entry in found.items()})
-        if found:  # torch.distributed.checkpoint wants an entry for every parameter that is trained
+        if self._is_sharded and self._hides:  # the same keys in every run: one that resumes has taken no step
+            hidden = {p for layer in self._layers for p in layer.parameters()}
+            state.update({i: {} for p, i in place.items() if p in hidden})
+        if found or self._is_sharded:  # torch.distributed.checkpoint wants an entry for every parameter that is trained
             state.update({i: {} for p, i in place.items() if p.requires_grad and i not in state})
 
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

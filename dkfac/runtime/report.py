@@ -19,8 +19,9 @@ from dkfac.experimental.staleness import FactorIntervals
 from dkfac.factors.layer_state import LayerState
 from dkfac.layers.find import Left
 from dkfac.layers.layer import Layer
-from dkfac.plan.plan import Plan, Ranks
+from dkfac.plan.plan import Plan
 from dkfac.plan.sharing import per_rank
+from dkfac.plan.spec import Ranks
 
 COUNTERS = (
     "refreshes",

@@ -107,16 +107,6 @@ def test_names_do_not_depend_on_the_ddp_wrap(one_process):
     assert set(attach(DDP(mlp())).factors()) == set(attach(mlp()).factors())
 
 
-def test_fully_sharded_parameters_are_refused_by_name(one_process):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = mlp()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(RuntimeError, match=r"'0.weight' is a DTensor"):
-        attach(model)
-
-
 def test_one_distributed_tensor_among_the_parameters_is_refused_by_name(one_process):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from dkfac.comm import collectives
 from dkfac.comm.groups import Groups
 from dkfac.plan.cluster import Line
-from dkfac.plan.plan import Ranks
+from dkfac.plan.spec import Ranks
 from dkfac.tools.measure.fit import fit_line
 
 BUFFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)

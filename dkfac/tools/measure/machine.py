@@ -20,7 +20,7 @@ import torch
 from dkfac.comm import agree
 from dkfac.comm.groups import Groups, make_groups, only, world_size
 from dkfac.plan.cluster import Cluster, Line, costs_of
-from dkfac.plan.plan import Ranks
+from dkfac.plan.spec import Ranks
 from dkfac.tools.measure.compute import measure_costs
 from dkfac.tools.measure.links import measure_hidden, measure_links, measure_slowdown
 

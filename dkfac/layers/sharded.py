@@ -1,0 +1,131 @@
+"""Layers whose parameters are split over ranks by FSDP2 or HSDP.
+
+Input: layers of a model that ``fully_shard`` has changed. Output: the same layers with the parameters as the optimizer
+has them, and how these are split. Owns: nothing.
+
+During forward and backward, FSDP2 gives modules other parameters, which are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dkfac.layers.layer import Layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedLayer(Layer):
+    shards: tuple[Tensor | None, Tensor | None] = (None, None)
+    """The weight and the bias as the optimizer has them, whatever the module has at the moment."""
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self.shards[0]
+        assert weight is not None
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.shards[1] if self.has_bias else None
+
+
+Mesh = tuple[tuple[int, ...], ...]
+"""The ranks that hold each replica of a parameter, in the order of its shards."""
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, known by its mesh: importing the class takes long."""
+    return hasattr(tensor, "device_mesh")
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: a view."""
+    whole: Any = tensor
+    shard: Tensor = whole.to_local() if is_sharded(tensor) else tensor
+    return shard
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called on."""
+    classes = ("FSDPModule", "ReplicateModule")
+    return [m for m in model.modules() if any(base.__name__ in classes for base in type(m).__mro__)]
+
+
+def mesh_of(name: str, parameter: Tensor) -> Mesh:
+    """Return the global ranks over which FSDP2 or HSDP splits a parameter. Raises for everything else."""
+    sharded: Any = parameter
+    placements, mesh = sharded.placements, sharded.device_mesh
+    kinds = [type(placement).__name__ for placement in placements]
+    if kinds not in (["Shard"], ["Replicate", "Shard"]):
+        raise RuntimeError(_refusal(name, placements))
+    if shard_of(parameter).device.type != mesh.device_type:
+        raise RuntimeError(
+            f"parameter {name!r} is offloaded to the {shard_of(parameter).device.type}: dkfac does not support "
+            f"CPUOffloadPolicy; leave it out"
+        )
+    rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
+    return tuple(tuple(row) for row in rows)
+
+
+def shard_dim(parameter: Tensor) -> int:
+    """Return the dimension along which a parameter is split."""
+    sharded: Any = parameter
+    dim: int = sharded.placements[-1].dim
+    return dim
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise if a parameter is sharded in a way that is not supported."""
+    managed: set[int] = set()
+    for module in fsdp_modules(model):
+        module.reshard()  # after a forward without a backward, the module has whole parameters
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        managed |= {id(each.sharded_param) for group in groups if group is not None for each in group.fsdp_params}
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            mesh_of(name, parameter)
+            if id(parameter) not in managed:
+                whole: Any = parameter
+                raise RuntimeError(_refusal(name, whole.placements))
+
+
+def _refusal(name: str, placements: Any) -> str:
+    return (
+        f"parameter {name!r} is a DTensor with placements {placements} that fully_shard alone did not make: dkfac "
+        f"preconditions parameters that FSDP2 or HSDP shards, and does not support tensor parallelism, alone or with "
+        f"FSDP2; attach K-FAC to a model without parallelize_module"
+    )
+
+
+def hold_shards(layers: Iterable[Layer]) -> list[Layer]:
+    """Return the layers of a sharded model with their parameters as the optimizer has them."""
+    found: list[Layer] = []
+    for layer in layers:
+        given = (layer.weight, layer.bias)
+        if not all(is_sharded(p) for p in given if p is not None):
+            raise RuntimeError(
+                f"layer {layer.name!r} is not sharded, but others are, and nothing averages its gradient over ranks: "
+                f"call fully_shard(model) on the whole model too, or skip=[{layer.name!r}]"
+            )
+        block = layer.block
+        if block is not None:
+            block = ShardedLayer(block.module, block.spec, block.has_bias, block.use, None, given)
+        found.append(ShardedLayer(layer.module, layer.spec, layer.has_bias, layer.use, block, given))
+    return found
+
+
+def check_attached(layers: Iterable[Layer]) -> None:
+    """Raise if parameters were sharded after K-FAC was attached, which made other parameters of them."""
+    for layer in layers:
+        now = layer.module._parameters.get(layer.use.weight)
+        held = layer.weight if isinstance(layer, ShardedLayer) else None
+        if now is not None and is_sharded(now) and now is not held:
+            raise RuntimeError(
+                f"layer {layer.name!r} was sharded after K-FAC was attached, which made another parameter of its "
+                f"weight. First fully_shard(model), then make the optimizer, then attach: KFAC(model, optimizer)"
+            )

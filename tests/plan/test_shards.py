@@ -1,0 +1,94 @@
+"""What moves between shards and owners: sizes, and that all arrives."""
+
+import itertools
+
+import pytest
+import torch
+
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.plan import Plan
+from dkfac.plan.program import Part, Transfer, expand
+from dkfac.plan.shards import ShardedParameter, Sharding, shard_range
+from dkfac.plan.spec import FactorSpec, LayerSpec
+
+MESHES = {
+    "two": ((0, 1),),
+    "four": ((0, 1, 2, 3),),
+    "two replicas": ((0, 1), (2, 3)),
+    "columns": ((0, 2), (1, 3)),
+    "turned": ((3, 1, 0, 2),),
+}
+
+
+def layers(number=5):
+    return [
+        LayerSpec(f"l{i}", "linear", (FactorSpec("A", i + 3), FactorSpec("G", 7 - i)), (i + 3) * (7 - i), "float64")
+        for i in range(number)
+    ]
+
+
+def plan_of(mesh, strategy="sharded", number=5):
+    given = layers(number)
+    parameters = [ShardedParameter(la.name, "weight", (i + 2) * (7 - i), 7 - i) for i, la in enumerate(given)]
+    parameters += [ShardedParameter(la.name, "bias", 7 - i, 7 - i) for i, la in enumerate(given)]
+    world_size = sum(map(len, mesh))
+    plan = make_plan(given, world_size, Choices(strategy, share="shards"))
+    body = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    return Plan(**(body | {"sharding": Sharding(mesh, tuple(parameters))}))
+
+
+@pytest.mark.parametrize(("size", "number"), list(itertools.product([1, 2, 3, 7, 8, 9], [1, 2, 3, 4, 8])))
+def test_shards_are_the_chunks_of_torch(size, number):
+    chunks = [len(chunk) for chunk in torch.arange(size).chunk(number)]
+    ranges = [shard_range(size, number, i) for i in range(number)]
+    assert [end - begin for begin, end in ranges] == chunks + [0] * (number - len(chunks))
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_what_a_rank_sends_to_another_is_what_that_one_receives(mesh):
+    for transfer in expand(plan_of(mesh)).stage("gradients"):
+        splits = {rank: transfer.splits(rank) for rank in transfer.group}
+        for i, j in itertools.product(range(len(transfer.group)), repeat=2):
+            assert splits[transfer.group[i]][0][j] == splits[transfer.group[j]][1][i]
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_owners_receive_each_layer_once_and_every_replica_gets_it_back(mesh):
+    plan = plan_of(mesh)
+    there, back = expand(plan).stage("gradients")
+    total = sum(p.elements for p in plan.sharding.parameters)
+    assert (there.how, back.how) == ("to-owners", "to-shards")
+    assert sum(there.sizes()) == total
+    assert sum(back.sizes()) == total * len(mesh)
+    for rank in there.group:
+        owned = sum(
+            p.elements for p in plan.sharding.parameters if plan.placement(p.layer).preconditioned_by == (rank,)
+        )
+        assert sum(there.splits(rank)[1]) == owned
+
+
+def test_each_replica_with_a_worker_of_its_own_talks_to_itself():
+    program = expand(plan_of(MESHES["two replicas"], "hybrid-opt"))
+    assert [t.group for t in program.stage("gradients")] == [(0, 1), (2, 3)] * 2
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("four", "hybrid-opt"), ("columns", "hybrid-opt"), ("two", "comm-opt")])
+def test_workers_without_all_shards_are_refused(mesh, strategy):
+    with pytest.raises(ValueError, match=r"use strategy=\"sharded\" or \"mem-opt\""):
+        plan_of(MESHES[mesh], strategy)
+
+
+def test_a_plan_with_shards_is_read_back_from_json():
+    plan = plan_of(MESHES["two replicas"])
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.fingerprint() != plan_of(MESHES["columns"]).fingerprint()
+
+
+def test_no_rank_receives_more_than_its_part_and_one_layer():
+    mesh = (tuple(range(8)),)
+    plan = plan_of(mesh, number=6)
+    (there, _), total = expand(plan).stage("gradients"), sum(p.elements for p in plan.sharding.parameters)
+    largest = max(layer.grad_elements for layer in plan.layers)
+    assert all(sum(there.splits(rank)[1]) <= total / 8 + largest for rank in range(8))
+    assert isinstance(there, Transfer)
+    assert all(isinstance(part, Part) for part in there.parts)
