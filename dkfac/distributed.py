@@ -62,7 +62,7 @@ def init(backend: str | None = None, *, timeout_seconds: float | None = None) ->
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" and backend != "gloo" else None,  # so that NCCL can split it
+        device_id=device if device.type == "cuda" and "nccl" in (backend or "nccl") else None,  # for splits
     )
     return Place(rank, world_size, device)
 

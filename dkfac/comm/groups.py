@@ -71,8 +71,21 @@ def ddp_will_synchronise() -> bool:
 
 def only(groups: Groups) -> Any:
     """Return a group of this rank alone. No other rank takes part: with thousands, a group for each would take long."""
-    own = [groups.global_rank(groups.rank)]
-    return dist.new_group(own, timeout=patience(groups.parent), use_local_synchronization=True)
+    return _by_members([groups.global_rank(groups.rank)], patience(groups.parent))
+
+
+def _by_members(members: list[int], timeout: datetime.timedelta | None, backend: str | None = None) -> Any:
+    """Return a group that its members make without the other ranks.
+
+    If the default group is bound to a device, torch would split the group off its communicator, in which all ranks
+    have to take part: the members would wait for ever. So it is unbound while the group is made.
+    """
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        return dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
+    finally:
+        default.bound_device_id = bound
 
 
 def subgroup(ranks: Iterable[int]) -> Any:
@@ -124,27 +137,25 @@ class Groups:
         if "nccl" not in (found := backends_of(self.everyone)) or "gloo" in found:
             return self.everyone
         if key not in self._groups:
-            members, is_local = list(self._global), self.parent is not None
-            how: dict[str, Any] = {"timeout": patience(self.parent), "use_local_synchronization": is_local}
-            self._groups[key] = dist.new_group(members, backend="gloo", **how)
+            self._groups[key] = self._make(key, self._everyone, "gloo")
         return self._groups[key]
 
     def make(self, wanted: Iterable[Ranks]) -> None:
         """Create the groups that do not exist yet and that this rank is in, in this order."""
         for ranks in wanted:
             if self.rank in ranks and ranks not in self._groups:
-                self._groups[ranks] = self._make(ranks)
+                self._groups[ranks] = self._make(ranks, ranks)
 
-    def _make(self, ranks: Ranks) -> Any:
+    def _make(self, key: Ranks, ranks: Ranks, backend: str | None = None) -> Any:
         members = [self._global[rank] for rank in ranks]
         if self.parent is None and ranks == self._everyone:
-            return dist.new_group(members, timeout=patience())
+            return dist.new_group(members, timeout=patience(), backend=backend)
         # Only the members take part: with thousands of ranks there are thousands of groups, and a rank is in a few.
         # Such a group is named by its members, and its name cannot be used twice: it is kept for the next K-FAC.
         kept = _KEPT.setdefault(dist.group.WORLD if self.parent is None else self.parent, {})
-        if ranks not in kept:
-            kept[ranks] = dist.new_group(members, timeout=patience(self.parent), use_local_synchronization=True)
-        return kept[ranks]
+        if key not in kept:
+            kept[key] = _by_members(members, patience(self.parent), backend)
+        return kept[key]
 
     def get(self, ranks: Ranks) -> Any:
         return self._groups[ranks]

@@ -142,16 +142,17 @@ def _save_decomposition(found: Decomposition | None, factor: FactorSpec, blank: 
     return saved
 
 
-def merge(parts: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of several ranks, in their order, into one; a single one is returned as it is."""
-    parts = [parts] if isinstance(parts, dict) else parts
+def merge(parts: Any) -> Any:
+    """Merge the states of several ranks, in their order, into one; what is no list of them is returned as it is."""
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        return parts
 
     def join(first: Any, second: Any) -> Any:
         if not isinstance(first, dict) or not isinstance(second, dict):
             return first
         return {key: join(first.get(key, second.get(key)), second.get(key)) for key in {**first, **second}}
 
-    whole = parts[0]
+    whole: dict[str, Any] = parts[0]
     for part in parts[1:]:
         whole = join(whole, part)
     return whole

@@ -56,4 +56,5 @@ def share_out(
     if not gather:
         return once(state, ranks) if shard else state
     parts = transport.gather(once(state, ranks))
-    return {} if parts is None else merge(parts)
+    whole: dict[str, Any] = {} if parts is None else merge(parts)
+    return whole

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dkfac import distributed
@@ -40,7 +40,7 @@ class RolesPlace:
     store: Any
     name: str
     """Prefix of this assignment's keys in the store; there may be several assignments in one world."""
-    secret: bytes | None = None
+    secret: bytes | None = field(default=None, repr=False)
     """None: the hub wrote one to a file on this host."""
     device: str = "cpu"
     closed: bool = False

@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dkfac import KFAC
+from dkfac.comm import groups
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import difference
 
@@ -233,3 +234,31 @@ def test_a_difference_is_named_by_its_path_and_both_values(mine, message):
 def test_two_plans_differ_where_they_differ():
     first, second = (json.loads(make_plan([linear("fc", 5, n)], 2, Choices("comm-opt")).to_json()) for n in (3, 4))
     assert difference(second, first) == "layers: 'fc': factors: 'A': dim: 4 instead of 3"
+
+
+def made_by_members(rank):
+    """A group of one rank of two, while the default group is bound to a device, as NCCL users bind it."""
+    default, seen, make = dist.group.WORLD, [], dist.new_group
+
+    def new_group(*args, **how):
+        seen.append((how.get("use_local_synchronization", False), default.bound_device_id))
+        return make(*args, **how)
+
+    groups.dist.new_group = new_group
+    try:
+        default.bound_device_id = torch.device("cuda", 0)
+        found = groups.Groups(dist.group.WORLD)
+        found.make([(0, 1)])
+        groups.only(found)
+        bound = default.bound_device_id
+    finally:
+        groups.dist.new_group = make
+        default.bound_device_id = None
+    return seen, bound
+
+
+def test_groups_that_their_members_make_alone_are_not_split_off_a_bound_communicator():
+    """torch splits every group off a bound default group, in which ranks that are not members take no part: a hang."""
+    for seen, bound in on_processes(2, made_by_members):
+        assert seen == [(True, None), (True, None)]
+        assert bound == torch.device("cuda", 0)
