@@ -81,10 +81,7 @@ class KFAC:
         self._hooks = optimizer_hooks.OptimizerHooks(self._run, self._engine.share_weights, search)
         self._handles = self._capture.attach(self._model)
         if optimizer is not None:
-            save, states = (
-                self.state_dict if is_alone and not self.plan.sharding else None,
-                lambda: (self._engine.states, self._engine.step),
-            )
+            save, states = self.state_dict if is_alone else None, lambda: (self._engine.states, self._engine.step)
             args = (optimizer, self.layers, self.settings, states, save, self.load_state_dict)
             self._in_optimizer = OptimizerCheckpoint(*args)
             self._handles += [*self._in_optimizer.attach(), *self._hooks.attach(optimizer)]

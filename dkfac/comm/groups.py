@@ -164,12 +164,14 @@ class Groups:
         return self._global[rank]
 
     def close(self) -> None:
-        """Destroy the group of all ranks, unless torch.distributed was shut down or a user's own group has it."""
-        group = self._groups.get(self._everyone)
+        """Destroy the groups of all ranks, unless torch.distributed was shut down or they are kept for a user's own
+        group."""
+        own = [group for ranks, group in self._groups.items() if len(ranks) >= self.world_size]
         self._groups.clear()
-        if group is not None and dist.is_initialized() and self.parent is None:
-            with contextlib.suppress(ValueError, KeyError):  # already destroyed with its default group
-                dist.destroy_process_group(group)
+        if dist.is_initialized() and self.parent is None:
+            for group in own:
+                with contextlib.suppress(ValueError, KeyError):  # already destroyed with its default group
+                    dist.destroy_process_group(group)
 
 
 def make_groups(parent: Any = None) -> Groups:

@@ -98,6 +98,7 @@ def precondition_shards(
     after = torch.cat([chunk.norms.to(device) for chunk in chunks] or [torch.zeros(0, device=device)])
     lengths = StepLength(ranks, transport, context, order, after, torch.isfinite(after), device)
     lengths.predict(chunks, {}, rates, loss_scale, whole)
+    whole.clear()
     lengths.scale(norms, loss_scale, ready, report)
     updates = _finished(chunks, lengths, good, takes_steps=settings.takes_steps)
     received = shards.to_shards(transport, lambda name: _cut(ranks, name, updates))
@@ -159,7 +160,7 @@ def _finished(chunks: list[Chunk], lengths: StepLength, good: Tensor, *, takes_s
         sane, here = lengths.sane[places].to(stack.device), good.to(stack.device)
         if takes_steps:
             flags = (sane & here).repeat_interleave(stack.blocks)[:, None, None]
-            result = torch.where(flags, chunk.update, 0)
+            result = chunk.update.masked_fill_(~flags, 0)
         else:
             scale, flat = lengths.scales[places].to(stack.device, stack.dtype), (stack.num_layers, -1)
             finish_(chunk.raw.view(flat), chunk.update.view(flat), scale, sane, here)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dkfac.config.settings import Settings
-from dkfac.factors.stacks import Stack
+from dkfac.factors.stacks import NOTHING, Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.ops import many
 
@@ -68,7 +68,7 @@ def dots(stack: Stack, raw: Tensor, update: Tensor, settings: Settings, step: in
 
 def by_parameter(
     layers: list[Layer], updates: list[Tensor], rates: dict[int, Any], like: Tensor, settings: Settings, step: int,
-    whole: Mapping[int, Tensor],
+    whole: Mapping[int, Tensor] = NOTHING,
 ) -> Tensor:  # fmt: skip
     """Return ``lr^2 <update, gradient - damping update>`` of each layer, ``[layers]``, bitwise independent of the rank
     that preconditioned it. ``whole``: gradients by ``id(parameter)`` where parameters have only shards of them."""

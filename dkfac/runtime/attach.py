@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dkfac.comm import agree, groups, join
 from dkfac.comm.errors import ErrorChannel
@@ -79,6 +79,8 @@ def prepare_attachment(
     inner = unwrap(model)
     rules = optimizer_rules.rules_of_steps(chosen, optimizer)
     layers, left = find_layers(inner, chosen, trained, rules)
+    if any(item.reason == "not in the optimizer" for item in left):
+        check_parameters(inner, trained)
     check_layers(layers, left, ATTACHED)
     optimizer_rules.check_zero(optimizer, chosen.share)
     if replicas_of(layers):
@@ -122,6 +124,17 @@ def check_arguments(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
+def check_parameters(model: nn.Module, trained: Iterable[Tensor] | None) -> None:
+    """Raise if the optimizer of a sharded model has other parameters instead of the model's."""
+    known = {id(p): p for p in model.parameters()}
+    if any(map(is_sharded, known.values())) and any(id(p) not in known for p in trained or ()):
+        raise RuntimeError(
+            "the optimizer has parameters that are not the model's, and lacks some that are: was it made before "
+            "fully_shard(model), or after a forward without a backward, which leaves whole parameters in the model "
+            "(see model.reshard)? First fully_shard(model), then make the optimizer, then KFAC(model, optimizer)"
+        )
+
+
 def check_shards(settings: Settings, roles: Any) -> None:
     """Raise if sharded parameters do not go together with other arguments."""
     restrictions.check_combinations(settings, "with shards")
@@ -137,9 +150,7 @@ def check_shards(settings: Settings, roles: Any) -> None:
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
     if not layers:
         reasons = "; ".join(f"{item.name or item.what}: {item.reason}" for item in left[:5]) or "no parameters"
-        is_old = any(item.reason == "not in the optimizer" for item in left)
-        hint = ": was the optimizer made before fully_shard(model), which makes other parameters?" if is_old else ""
-        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons}){hint}")
+        raise ValueError(f"the model has no layer that K-FAC can precondition ({reasons})")
     twice = [layer.name for layer in layers if layer.module in attached]
     if twice:
         raise RuntimeError(

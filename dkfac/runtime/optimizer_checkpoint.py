@@ -36,9 +36,10 @@ class OptimizerCheckpoint:
     ) -> None:
         """``states`` returns the layers' states and the number of steps; ``save`` K-FAC's complete state, or is None
         where ranks hold parts of it."""
-        self._optimizer, self._layers, self._states, self._save, self._load = optimizer, layers, states, save, load
+        self._optimizer, self._layers, self._states, self._load = optimizer, layers, states, load
         self._hides = optimizer_rules.hides(settings, optimizer)
         self._is_sharded = any(isinstance(layer, ShardedLayer) for layer in layers)
+        self._save = None if self._is_sharded else save
         self._loading: dict[str, Any] | None = None
         self._waiting: Any = None
         """Handle of a hook on the next step, after a state was loaded that lacks K-FAC's."""

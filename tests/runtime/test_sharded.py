@@ -153,7 +153,7 @@ def mixed(rank):
     shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     own, kfac = attach(model, "adamw")
     losses = train(model, "gpt", own, 30, rank, 2)
-    dtypes = {t.dtype for state in kfac._engine.states.values() for t in state.tensors()}
+    dtypes = {factor.dtype for factors in kfac.factors().values() for factor in factors.values()}
     wide = build("gpt")
     shard(wide, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64))
     own, kfac = attach(wide, "adamw")
@@ -270,14 +270,13 @@ def refusals(rank):
     )
     tell(sharded=False, change=in_two_dimensions)
     tell(then=lambda model, own, kfac: kfac.join_hook())
-    with torch.no_grad():
-        tell(then=lambda model, own, kfac: model(batch("gpt", 0)[0]))
+    tell()
     return said
 
 
 SAID = [
     "layer 'words' was sharded after K-FAC was attached",
-    "was the optimizer made before fully_shard",
+    "was it made before fully_shard",
     "layer 'words' is not sharded, but others are",
     'use strategy="sharded" or "mem-opt"',
     "not of RMSprop",
@@ -314,25 +313,60 @@ def test_what_does_not_go_with_shards_is_refused_by_name(faults):
 
 
 def attached_after_evaluation(rank):
-    """A forward without a backward leaves whole parameters in the module."""
-    model = shard(build("gpt"))
-    with torch.no_grad():
-        model(batch("gpt", 0)[0])
-    own, kfac = attach(model, "adamw")
-    train(model, "gpt", own, 2, rank, 2)
-    return len(kfac.layers)
+    """A forward without a backward leaves whole parameters in the model, which an optimizer must not be made of."""
+    found = []
+    for is_late in (False, True):
+        model = shard(build("gpt"))
+        own = None if is_late else torch.optim.AdamW(model.parameters(), lr=3e-3)
+        with torch.no_grad():
+            model(batch("gpt", 0)[0])
+        own = own or torch.optim.AdamW(model.parameters(), lr=3e-3)
+        try:
+            kfac = KFAC(model, own, **OFTEN)
+            train(model, "gpt", own, 2, rank, 2)
+            found.append([layer.name for layer in kfac.layers])
+        except RuntimeError as error:
+            found.append(str(error))
+    _, other = attach(build("gpt"), "adamw", process_group=alone())
+    return *found, [layer.name for layer in other.layers]
 
 
 @pytest.mark.slow
 def test_attaching_after_an_evaluation():
-    assert (
-        on_processes(2, attached_after_evaluation)
-        == [len(list(filter(is_weight, build("gpt").named_parameters())))] * 2
-    )
+    for early, late, expected in on_processes(2, attached_after_evaluation):
+        assert early == expected
+        assert "leaves whole parameters in the model" in late
 
 
-def is_weight(named):
-    return named[0].endswith("weight")
+def scaled(rank):
+    """A loss scale, and an overflow on one rank: an ordinary optimizer is not called then, a fused one is."""
+    distances = []
+    for fused in (False, True):
+        found = []
+        for is_sharded in (False, True):
+            model = shard(build("gpt")) if is_sharded else build("gpt")
+            own = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
+            kfac = KFAC(model, own, process_group=None if is_sharded else alone(), **OFTEN)
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+            for step in range(12):
+                x, y = (t[rank::2] if is_sharded else t for t in batch("gpt", step))
+                own.zero_grad()
+                loss = loss_of("gpt", model(x), y)
+                loss = loss * torch.inf if step == 6 and (rank == 1 or not is_sharded) else loss
+                scaler.scale(loss).backward()
+                scaler.step(own)
+                scaler.update()
+            seen = kfac.metrics()
+            found.append((whole(model), seen["skipped_batches"], seen["abandoned_steps"]))
+            kfac.close()
+        assert found[0][1:] == found[1][1:] == ((1.0, 0.0) if fused else (0.0, 1.0))
+        distances.append(difference(found[0][0], found[1][0]))
+    return max(distances)
+
+
+@pytest.mark.slow
+def test_a_scaler_and_an_overflow_on_one_rank():
+    assert max(on_processes(2, scaled)) < TOLERANCE
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -379,19 +413,16 @@ def held(rank):
     model = shard(build("gpt"))
     own, kfac = attach(model, "adamw")
     train(model, "gpt", own, 2, rank, dist.get_world_size())
-    each = {layer.name: 0 for layer in kfac.layers}
-    for name, state in kfac._engine.states.items():
-        each[name] = state.num_bytes()
-    return each
+    return list(kfac.report()["memory_bytes"].values())
 
 
 @pytest.mark.slow
 def test_a_rank_holds_its_part_of_the_state_and_at_most_one_layer_more():
     (alone_,) = on_processes(1, held)
-    total, largest = sum(alone_.values()), max(alone_.values())
+    total, largest = sum(alone_), max(alone_)
     for world_size in (2, 4):
         for each in on_processes(world_size, held):
-            assert sum(each.values()) <= total / world_size + largest
+            assert sum(each) <= total / world_size + largest
 
 
 # --- a model of transformers --------------------------------------------------------------------------------------
