@@ -26,7 +26,7 @@ from dkfac.runtime.notices import Notices
 from dkfac.runtime.optimizer_checkpoint import OptimizerCheckpoint
 from dkfac.runtime.report import Instruments
 from dkfac.runtime.scaler_search import ScalerSearch
-from dkfac.state import checkpoint, optimizer_state, restore, shards, whole_factors
+from dkfac.state import checkpoint, optimizer_state, restore, saved_parts, whole_factors
 from dkfac.workers.remote import Remote
 
 
@@ -206,7 +206,7 @@ class KFAC:
             owned = [layer for layer in self.layers if engine.ranks.steps(layer.name)]
             optimizer_state.save_owned(self._optimizer, owned, state)
         state |= quadratic.saved(self._model, self._moves)
-        return shards.share_out(state, engine.ranks, engine.transport, gather=gather, shard=shard)
+        return saved_parts.share_out(state, engine.ranks, engine.transport, gather=gather, shard=shard)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Load a state that :meth:`state_dict` returned, on any device, any number of ranks and any strategy.
