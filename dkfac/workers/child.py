@@ -93,7 +93,7 @@ def compare(layers: dict[str, Layer], wanted: dict[str, dict[str, Any]]) -> None
             )
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def moved_to(device: torch.device, value: Any) -> Any:
     """Return a tensor, or the tensors of a dict, list or tuple, on a device."""
     match value:
         case _ if device.type == "cpu":
@@ -101,9 +101,9 @@ def _on(device: torch.device, value: Any) -> Any:
         case Tensor():
             return value.to(device)
         case dict():
-            return {key: _on(device, item) for key, item in value.items()}
+            return {key: moved_to(device, item) for key, item in value.items()}
         case list() | tuple():
-            return type(value)(_on(device, item) for item in value)
+            return type(value)(moved_to(device, item) for item in value)
     return value
 
 
@@ -128,7 +128,7 @@ class Statistics:
     def __call__(self, step: int, weights: dict[str, Tensor]) -> NamedFactors:
         self.model.load_state_dict(weights)
         self.model.zero_grad()
-        x, y = (_on(self.device, part) for part in self.batches(step))
+        x, y = (moved_to(self.device, part) for part in self.batches(step))
         self.loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
         measured = self.collector.take()
         with torch.no_grad():
@@ -151,7 +151,7 @@ class Inverses:
     def __call__(self, step: int, content: tuple[dict[str, Any], NamedFactors]) -> dict[str, Any]:
         """Update the running factors with batch factors. Returns, by layer, the outcomes of the decompositions, the
         packed decompositions and the mean eigenvalues."""
-        schedules, factors = content[0], _on(self.device, content[1])
+        schedules, factors = content[0], moved_to(self.device, content[1])
         self.settings = replace(self.settings, **schedules)
         good = torch.ones((), dtype=torch.bool, device=self.device)
         result: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from torch import nn
 
 import dkfac
 from dkfac.workers.hub import Hub, connect_to_hub
+from dkfac.workers.place import RolesPlace
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, LAG, BATCH = 13, 4, 2, 16
@@ -218,7 +219,6 @@ def test_a_model_that_is_not_the_one_that_trains_is_refused():
 
 
 def test_roles_that_have_ended_are_refused():
-    from dkfac.workers.place import RolesPlace
 
     ended = RolesPlace("gradient", 0, {}, None, None, None, "", closed=True)
     with pytest.raises(ValueError, match="these roles have ended"):
@@ -229,3 +229,15 @@ def test_roles_that_have_ended_are_refused():
     ready = RolesPlace("gradient", 0, {}, None, None, None, "")
     with pytest.raises(ValueError, match='staleness="fixed"'):
         dkfac.KFAC(build(), roles=ready, experimental={"staleness": "change"})
+
+
+def test_what_a_helper_gets_is_moved_to_the_device_of_its_rank():
+    from dkfac.workers.child import moved_to
+
+    given = {"x": torch.ones(2), "pair": (torch.ones(1), [torch.ones(3), "text"]), "n": 1}
+    found = moved_to(torch.device("meta"), given)
+    assert {t.device.type for t in (found["x"], found["pair"][0], found["pair"][1][0])} == {"meta"}
+    assert (found["pair"][1][1], found["n"], type(found["pair"])) == ("text", 1, tuple)
+    assert moved_to(torch.device("cpu"), given) is given
+    ready = RolesPlace("inverse", 0, {}, None, None, None, "", secret=b"something secret", device="cuda:1")
+    assert "secret" not in repr(ready)
