@@ -1,6 +1,7 @@
 """What moves between shards and owners: sizes, and that all arrives."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +34,7 @@ def plan_of(mesh, strategy="sharded", number=5):
     parameters += [ShardedParameter(la.name, "bias", 7 - i, 7 - i) for i, la in enumerate(given)]
     world_size = sum(map(len, mesh))
     plan = make_plan(given, world_size, Choices(strategy, share="shards"))
-    body = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    return Plan(**(body | {"sharding": Sharding(mesh, tuple(parameters))}))
+    return replace(plan, sharding=Sharding(mesh, tuple(parameters)))
 
 
 @pytest.mark.parametrize(("size", "number"), list(itertools.product([1, 2, 3, 7, 8, 9], [1, 2, 3, 4, 8])))
