@@ -81,12 +81,35 @@ def check_copies():
     kfac.close()
 
 
+def check_attention():
+    """Projections that a function of torch's applies, and a resume from the optimizer's state dict alone."""
+    torch.manual_seed(0)
+    x, found, saved = torch.randn(12, 5, 8), [], None
+    for parts in ((8,), (5, 3)):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        for part in parts:
+            optimizer = adamw(model.parameters())
+            kfac = dkfac.KFAC(model, optimizer, announce=False)
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            for _ in range(part):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            assert "self_attn.in_proj.q" in kfac.factors()
+            saved = copy.deepcopy(optimizer.state_dict()) if part != parts[-1] else None
+            kfac.close()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+
+
 def main():
     warnings.simplefilter("error")
     for module in ("torch", "networkx", "sympy"):  # what they warn of is theirs
         warnings.filterwarnings("ignore", module=module)
     failed = []
-    for name, case in {**CASES, "copies": check_copies}.items():
+    for name, case in {**CASES, "copies": check_copies, "attention, resume": check_attention}.items():
         try:
             case()
             print(f"ok      {name}")

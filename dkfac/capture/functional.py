@@ -22,7 +22,7 @@ from dkfac.capture.attention import ATTENTION, AttentionForward, Hook, Running
 from dkfac.capture.traceless import CaptureHook
 from dkfac.layers.layer import Layer
 from dkfac.layers.uses import APPLIED_BY
-from dkfac.ops.torch_private import functorch_is_active, top_saved_tensors_hooks
+from dkfac.ops.torch_private import functorch_is_active, jit_is_tracing, top_saved_tensors_hooks
 
 FUNCTIONS = frozenset(APPLIED_BY.values())
 
@@ -47,7 +47,7 @@ class ApplierHook(CaptureHook):
                 hook.taken = None
         elif not self.forward.measuring or not torch.is_grad_enabled():
             return
-        elif compiling or not functorch_is_active():
+        elif compiling or not (functorch_is_active() or jit_is_tracing()):
             self._modes.append((thread, _Watching(self)))
             self._modes[-1][1].__enter__()  # type: ignore[no-untyped-call]
 

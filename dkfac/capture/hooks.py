@@ -25,6 +25,7 @@ from dkfac.layers.uses import appliers, callable_parts, is_called
 from dkfac.ops.torch_private import (
     current_graph_task_id,
     functorch_is_active,
+    jit_is_tracing,
     preserve_version_counter,
     top_saved_tensors_hooks,
 )
@@ -139,7 +140,7 @@ class EntryHook(CaptureHook):
             return
         if not torch.compiler.is_compiling() and context.collector is not None:
             outside = current_graph_task_id() == -1
-            if output or (not self.is_model and (context.in_model or not outside)):
+            if output or jit_is_tracing() or (not self.is_model and (context.in_model or not outside)):
                 context.in_model = context.in_model and not output
                 return
             context.in_model, context.counted_by = self.is_model and outside, self
@@ -167,8 +168,7 @@ class EntryHook(CaptureHook):
         else:
             terms = first.numel()
         context.examples, context.terms = examples, terms
-        compiling = torch.compiler.is_compiling()
-        context.sizes = None if compiling else torch.tensor([examples, terms], device="cpu")
+        context.sizes = None if torch.compiler.is_compiling() else torch.tensor([examples, terms], device="cpu")
 
 
 class LayerHook(CaptureHook):
@@ -178,8 +178,7 @@ class LayerHook(CaptureHook):
         """``is_part``: whether the training loop may call the layer by itself, instead of the model."""
         self.context = context
         self.is_part, self.entry = is_part, EntryHook(context)
-        self.index = index
-        self.name = layer.name
+        self.index, self.name = index, layer.name
         self.casts = not layer.is_norm
         """Whether autocast may run the layer in a lower precision than its input's."""
         self.taken: Callable[[], Tensor | None] | None = None
@@ -198,7 +197,7 @@ class LayerHook(CaptureHook):
         if not context.measuring or (self.taken is not None and self.taken() is output):
             return None
         if not torch.compiler.is_compiling() and context.collector is not None:
-            if functorch_is_active():
+            if functorch_is_active() or jit_is_tracing():
                 return None
             if current_graph_task_id() != -1:
                 context.collector.enter()
@@ -235,9 +234,8 @@ class LayerHook(CaptureHook):
                 self.entry(module, (x,), {})
         if not output.requires_grad or not weight.requires_grad:
             return False
-        if (
-            context.sizes is None and context.terms < 0
-        ):  # test the tensor first: a compiled block must not guard on the number
+        # Test the tensor first: a compiled block must not guard on the number.
+        if context.sizes is None and context.terms < 0:
             raise RuntimeError(
                 f"layer {self.name!r} ran, but the number of examples is unknown: the outermost call got no tensor "
                 f"with a dimension {context.batch_dim} (set batch_dim, or loss_terms to the number of the loss's terms)"

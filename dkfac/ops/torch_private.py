@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-TRIED = ("2.6", "2.13")
+TRIED = ("2.6", "2.15")
 """The oldest and the newest version that ``tests/smoke.py`` was run with."""
 MISSING: list[str] = []
 
@@ -32,6 +32,7 @@ current_graph_task_id: Callable[[], int] = _find("_C._current_graph_task_id")
 current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node")
 will_engine_execute_node: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
 functorch_is_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active")
+jit_is_tracing: Callable[[], bool] = _find("_C._is_tracing")
 top_saved_tensors_hooks: Callable[[bool], Any] = _find(
     "_C._autograd._top_saved_tensors_default_hooks", without=lambda _: ()
 )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -94,11 +96,10 @@ class OptimizerHooks:
             self._stepped = False
             self._share_weights()
         if self._others is not None:  # an outer optimizer that called this one still sees the same gradients
-            parameters = (p for group in self._others.optimizer.param_groups for p in group["params"])
-            stepped = next((p for p in parameters if p.grad is not None), None)
-            grad = None if stepped is None else stepped.grad
-            if stepped is not None and grad is not None:
-                self._others.stepped_on = stepped, ref(grad), grad._version
+            for p in chain.from_iterable(map(itemgetter("params"), self._others.optimizer.param_groups)):
+                if (grad := p.grad) is not None:
+                    self._others.stepped_on = p, ref(grad), grad._version
+                    break
 
 
 class OtherOptimizers:
@@ -110,12 +111,12 @@ class OtherOptimizers:
         """Optimizers that were checked already."""
         self.stepped_on: tuple[Tensor, ref[Tensor], int] | None = None
         """One of the gradients that the own optimizer stepped on: its parameter, and its version."""
-        _WATCHED.add(self)
+        _WATCHED[:] = [*(watched for watched in _WATCHED if watched() is not None), ref(self)]
         if not _HANDLES:
             _HANDLES.append(register_optimizer_step_post_hook(_after_any_step))
 
     def remove(self) -> None:
-        _WATCHED.discard(self)
+        _WATCHED[:] = [watched for watched in _WATCHED if watched() not in (self, None)]
         while not _WATCHED and _HANDLES:
             _HANDLES.pop().remove()
 
@@ -141,13 +142,13 @@ class OtherOptimizers:
         return p.grad is None or (p.grad is grad() and p.grad._version == version)
 
 
-_WATCHED: WeakSet[OtherOptimizers] = WeakSet()
+_WATCHED: list[ref[OtherOptimizers]] = []
 _HANDLES: list[Any] = []
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for watched in tuple(_WATCHED):
-        if watched.optimizer is not optimizer and optimizer not in watched.known:
+    for entry in tuple(_WATCHED):
+        if (watched := entry()) is not None and watched.optimizer is not optimizer and optimizer not in watched.known:
             watched.check(optimizer)
 
 

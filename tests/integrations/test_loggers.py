@@ -107,6 +107,17 @@ def test_the_real_mlflow(kfac, tmp_path, monkeypatch):
     assert found == pytest.approx(wanted)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_real_wandb(kfac, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", project="kfac", dir=tmp_path) as run:
+        wanted = log_metrics(kfac, run, 0)
+        wanted = log_metrics(kfac, wandb, 1)
+        found = {name: run.summary[name] for name in wanted}
+    assert found == pytest.approx(wanted)
+
+
 def test_dkfac_imports_no_package_of_an_integration():
     import subprocess
 

@@ -200,7 +200,7 @@ def test_compilers_and_exporters_work_while_attached_or_say_what_to_do(attached,
             torch.jit.script(model)
         assert TOOLS[tool](copy.deepcopy(model))(X).shape == (6, 4)
     else:
-        with torch.no_grad():  # with gradients a trace is a forward of the model, which K-FAC measures
+        with torch.no_grad():
             found = TOOLS[tool](model)
             assert found(X).shape == (6, 4)
         if tool == "export":
@@ -209,3 +209,22 @@ def test_compilers_and_exporters_work_while_attached_or_say_what_to_do(attached,
     assert kfac.metrics()["step"] == 3
     kfac.close()
     assert TOOLS[tool](model)(X).shape == (6, 4)
+
+
+def test_a_trace_with_gradients_is_not_measured(attached):
+    """As a logger takes it that draws the model: ``SummaryWriter.add_graph``."""
+    model, optimizer, kfac = attached
+    model.eval()  # batch norm would count it
+    with warnings.catch_warnings(action="error"):
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        traced = torch.jit.trace(model, X, check_trace=False)
+    assert "PythonOp" not in str(traced.inlined_graph)
+    model.train()
+    again = make_model()
+    like = torch.optim.AdamW(again.parameters(), lr=0.01)
+    dkfac.KFAC(again, like, **QUIET)
+    for each, its in ((model, optimizer), (again, like)):
+        train(each, its, 2)
+    train(again, like, 2)
+    assert kfac.metrics()["step"] == 4
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))

@@ -209,6 +209,59 @@ def test_an_error_in_a_step_of_kfac_switches_it_off_and_the_script_goes_on(two, 
     assert result.stderr.count("K-FAC is switched off after 2 steps: out of luck. The optimizer goes on") == 2
 
 
+CLOSURE = """
+import torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 3)).square().mean()
+    loss.backward()
+    return loss
+for step in range(3):
+    optimizer.step(closure)
+    print(len(model._forward_hooks), len(optimizer._optimizer_step_pre_hooks))
+"""
+
+
+def test_a_step_with_a_closure_is_kfacs_from_the_first_on(tmp_path, run, monkeypatch):
+    steps = []
+    take_step = Engine.take_step
+    monkeypatch.setattr(Engine, "take_step", lambda engine, *args: (steps.append(1), take_step(engine, *args))[1])
+    path = tmp_path / "closure.py"
+    path.write_text(CLOSURE)
+    result = run(path)
+    assert result.returncode == 0, result.stderr
+    assert len(steps) == 3
+
+
+ODD_CALLS = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.ones(4, 3)
+torch.jit.trace(model, x)
+with FakeTensorMode(allow_non_fake_inputs=True):
+    model(torch.ones(4, 3))
+torch.func.grad(lambda x: model(x).sum())(x)
+torch.func.vmap(model)(x)
+print("hooks", sum(len(m._forward_hooks) for m in model.modules()))
+optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()
+print("hooks", sum(len(m._forward_hooks) for m in model.modules()))
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_does_not_attach_in_a_call_that_is_traced_transformed_or_for_shapes(tmp_path, run):
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_CALLS)
+    result = run(path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["hooks", "0", "hooks", "3"]
+    assert result.stderr.count("dkfac: 2 layers with 100.0%") == 1
+
+
 def test_a_fold_that_is_over_is_freed(tmp_path, run):
     path = tmp_path / "folds.py"
     path.write_text(FOLDS)

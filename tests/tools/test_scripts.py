@@ -1,76 +1,13 @@
 """Shapes of training script (tests/scripts), each run unmodified through ``dkfac run`` and with the one line."""
 
 import re
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers_resume import AFTER
 from helpers_scripts import Forks
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-ONE_LINE = "# (the one line)"
-KFAC = '__import__("dkfac").KFAC'
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is expected of a script."""
-
-    name: str
-    shares: tuple[float, ...] = (100.0,)
-    """Percent of each optimizer's parameters that K-FAC preconditions, in the order of attaching."""
-    line: str | None = f"{KFAC}(model, optimizer)"
-    """The one line; None: there is no natural place for it."""
-    arguments: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    status: int = 0
-    says: str | None = None
-    """What ``dkfac run`` says besides."""
-    launch: tuple[str, ...] = ()
-    slow_line: bool = False
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-SHAPES = [
-    Shape("plain_sgd"),
-    Shape("plain_adamw"),
-    Shape("epochs_eval", shares=(96.7,)),
-    Shape("closure"),
-    Shape("accumulation", options=("--set", "accumulate=mean"), line=f'{KFAC}(model, optimizer, accumulate="mean")'),
-    Shape("scaler"),
-    Shape("autocast_bf16", shares=(82.1,)),
-    Shape("clipping"),
-    Shape("schedulers"),
-    Shape("param_groups", shares=(96.5,)),
-    Shape("folds", shares=(100.0, 100.0, 100.0)),
-    Shape("phases", shares=(100.0, 100.0), line=f'__import__("dkfac").detach(model); {KFAC}(model, optimizer)',
-          says="K-FAC follows it"),
-    Shape("switch", shares=(100.0, 100.0), line=None, says="K-FAC follows it"),
-    Shape("gan", shares=(100.0, 100.0), options=("--set", "accumulate=sum"),
-          line=f'[{KFAC}(discriminator, optimizer_d, accumulate="sum"), {KFAC}(generator, optimizer_g)]'),
-    Shape("actor_critic", line=f"{KFAC}(agent, optimizer)"),
-    Shape("separate_modules", line=f"{KFAC}(nn.ModuleList([encoder, decoder]), optimizer)"),
-    Shape("two_optimizers", says="K-FAC cannot be attached to Adam (optimizer 2, 1 parameters): no module"),
-    Shape("vae"),
-    Shape("lstm_lm", shares=(23.3,), options=("--set", "batch_dim=1"), line=f"{KFAC}(model, optimizer, batch_dim=1)"),
-    Shape("nanogpt", shares=(94.0,), arguments=("12",)),
-    Shape("siamese"),
-    Shape("compiled"),
-    Shape("checkpointing"),
-    Shape("ddp", launch=TORCHRUN, slow_line=True),
-    Shape("spawn_ddp", slow_line=True),
-    Shape("data_parallel"),
-    Shape("package.train", arguments=("--rate", "0.1")),
-    Shape("lr_finder", shares=(100.0, 100.0), line=f'__import__("dkfac").detach(model); {KFAC}(model, optimizer)',
-          says="K-FAC follows it"),
-    Shape("ema"),
-    Shape("gradient_penalty"),
-    Shape("workers"),
-    Shape("exits", status=7),
-    Shape("lbfgs", shares=(), line=None, says="LBFGS evaluates the loss several times per step"),
-]  # fmt: skip
+from helpers_shapes import BEGIN, END, PAGE, SCRIPTS, SHAPES, cells, copied, run_shape
 
 
 @pytest.fixture(scope="module")
@@ -80,39 +17,29 @@ def forks():
     found.close()
 
 
-def command_of(shape, *, through_run):
-    """The command line of Python that runs a script."""
-    script = ["-m", shape.name] if "." in shape.name else [f"{shape.name}.py"]
-    dkfac = ["-m", "dkfac", "run", *shape.options] if through_run else []
-    return [*shape.launch, *dkfac, *script, *shape.arguments]
+@pytest.fixture(scope="module")
+def whole(forks, tmp_path_factory):
+    """Run a script through ``dkfac run`` from beginning to end, once."""
+    known = {}
+
+    def run(shape):
+        if shape.name not in known:
+            known[shape.name] = run_shape(forks, shape, tmp_path_factory.mktemp(shape.name), through_run=True)
+        return known[shape.name]
+
+    return run
 
 
-def check(shape, result, shares):
-    assert result.returncode == shape.status, result.stderr
-    first, last = map(float, re.search(r"^loss (\S+) (\S+)$", result.stdout, re.MULTILINE).groups())
-    assert last < first
-    said = re.findall(r"^dkfac: \d+ layers with (\S+)% of the parameters", result.stderr, re.MULTILINE)
-    assert tuple(map(float, said)) == shares, result.stderr
-    assert "switched off" not in result.stderr
-    assert "Traceback" not in result.stderr
+def check(shape, run, *, through_run):
+    assert run.status == shape.status, run.stderr
+    assert run.losses[1] < run.losses[0]
+    assert run.shares == shape.shares_of(through_run=through_run), run.stderr
+    assert "switched off" not in run.stderr
+    assert "Traceback" not in run.stderr
 
 
-def copied(shape, folder, line=None):
-    """Copy the script; with the one line in it if it is given."""
-    shutil.copytree(SCRIPTS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    if line is not None:
-        path = folder / f"{shape.name.replace('.', '/')}.py"
-        text = path.read_text()
-        assert text.count(ONE_LINE) == 1
-        path.write_text(text.replace(ONE_LINE, line))
-
-
-def marked(shapes, *, with_line):
-    found = []
-    for shape in shapes:
-        marks = [pytest.mark.slow] if with_line and shape.slow_line else []
-        found.append(pytest.param(shape, id=shape.name, marks=marks))
-    return found
+def marked(shapes, *, slow):
+    return [pytest.param(s, id=s.name, marks=[pytest.mark.slow] if slow(s) else []) for s in shapes]
 
 
 def test_the_scripts_know_nothing_of_kfac_and_all_are_in_the_table():
@@ -123,22 +50,50 @@ def test_the_scripts_know_nothing_of_kfac_and_all_are_in_the_table():
     assert not [path for path in paths if re.search("dkfac|k-fac", path.read_text(), re.IGNORECASE)]
 
 
-@pytest.mark.parametrize("shape", marked(SHAPES, with_line=False))
-def test_an_unmodified_script_trains_through_dkfac_run(shape, forks, tmp_path):
-    copied(shape, tmp_path)
-    result = forks.run(tmp_path, *command_of(shape, through_run=True))
-    check(shape, result, shape.shares)
-    own = [line for line in result.stderr.splitlines() if line.startswith("dkfac run: ")]
-    assert (shape.says is not None) == bool(own), result.stderr
-    assert shape.says is None or shape.says in result.stderr
-    assert "stepped parameters that K-FAC preconditions for another" not in result.stderr  # it follows instead
+def test_the_table_in_the_docs_has_a_row_for_each_script_and_all_are_green():
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[3:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(row[0], row[1], row[5]) for row in rows] == [cells(shape) for shape in SHAPES]
+    for shape, row in zip(SHAPES, rows, strict=True):
+        assert row[4] == (shape.why_not_resumed or "bitwise")
+        for loss in row[2:4]:
+            first, arrow, last = loss.partition(" → ")
+            assert (not arrow and loss == shape.why_no_line) or float(last) < float(first)
 
 
-@pytest.mark.parametrize("shape", marked([s for s in SHAPES if s.line is not None], with_line=True))
-def test_a_script_trains_with_the_one_line(shape, forks, tmp_path):
-    copied(shape, tmp_path, shape.line)
-    result = forks.run(tmp_path, *command_of(shape, through_run=False))
-    check(shape, result, shape.shares[-1:] if shape.name == "lr_finder" else shape.shares)
+@pytest.mark.parametrize("shape", marked(SHAPES, slow=lambda shape: False))
+def test_an_unmodified_script_trains_through_dkfac_run(shape, forks, whole, tmp_path):
+    run = whole(shape)
+    check(shape, run, through_run=True)
+    own = [line for line in run.stderr.splitlines() if line.startswith("dkfac run: ")]
+    assert (shape.says is not None) == bool(own), run.stderr
+    assert shape.says is None or shape.says in run.stderr
+    assert "stepped parameters that K-FAC preconditions for another" not in run.stderr  # it follows instead
+
+
+@pytest.mark.parametrize("shape", marked([s for s in SHAPES if s.line is not None], slow=lambda shape: shape.slow_line))
+def test_with_the_one_line_it_ends_with_the_same_weights_although_it_is_resumed_in_the_middle(shape, forks, whole,
+    tmp_path):  # fmt: skip
+    after = None if shape.why_not_resumed else AFTER
+    run = run_shape(forks, shape, tmp_path / "line", through_run=False, after=after)
+    if after is not None:
+        check(shape, replace(run, shares=run.shares[: len(run.shares) - run.num_interrupted]), through_run=False)
+        assert run.num_interrupted > 0
+    like = whole(shape) if shape.is_like_line else run_shape(forks, shape, tmp_path / "whole", through_run=False)
+    check(shape, like, through_run=shape.is_like_line)
+    assert run.digest == like.digest
+
+
+RESUMED = ("closure", "folds", "gan_frozen")
+
+
+@pytest.mark.parametrize(
+    "shape", marked([s for s in SHAPES if not s.why_not_resumed], slow=lambda shape: shape.name not in RESUMED)
+)
+def test_through_dkfac_run_too_it_resumes_bitwise(shape, forks, whole, tmp_path):
+    run = run_shape(forks, shape, tmp_path, through_run=True, after=AFTER)
+    assert run.num_interrupted > 0
+    assert run.digest == whole(shape).digest
 
 
 def test_a_script_that_resumes_ends_bitwise_where_an_uninterrupted_one_does(forks, tmp_path):

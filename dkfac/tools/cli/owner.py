@@ -25,11 +25,12 @@ def owns_any(module: nn.Module, parameters: Collection[int]) -> bool:
     return any(id(p) in parameters for p in module.parameters())
 
 
-def find_model(optimizer: torch.optim.Optimizer, called: nn.Module) -> nn.Module | None:
+def find_model(optimizer: torch.optim.Optimizer, called: nn.Module | None) -> nn.Module | None:
     """Return the smallest module that owns all parameters of the optimizer that any module owns.
 
-    Among modules with the same parameters it is ``called`` (of a model and its wrapper, a script calls the wrapper),
-    else the innermost one. If parameters are spread over modules without a common owner, they are put into a list.
+    Among modules with the same parameters it is ``called`` (of a model and its wrapper, a script calls the wrapper;
+    None, before any call: DDP's wrapper), else the innermost one. If parameters are spread over modules without a
+    common owner, they are put into a list.
     """
     wanted = set(trained_parameters(optimizer))
     owners = [(module, own) for module, own in _modules() if not own.isdisjoint(wanted)]
@@ -45,8 +46,9 @@ def find_model(optimizer: torch.optim.Optimizer, called: nn.Module) -> nn.Module
     return nn.ModuleList(unwrap(module) for module in chosen)
 
 
-def _suitability(module: nn.Module, own: set[int], missing: set[int], called: nn.Module) -> tuple[Any, ...]:
-    return len(own & missing), -len(own), module is called, -sum(1 for _ in module.modules())
+def _suitability(module: nn.Module, own: set[int], missing: set[int], called: nn.Module | None) -> tuple[Any, ...]:
+    is_chosen = isinstance(module, nn.parallel.DistributedDataParallel) if called is None else module is called
+    return len(own & missing), -len(own), is_chosen, -sum(1 for _ in module.modules())
 
 
 def _modules() -> list[tuple[nn.Module, set[int]]]:

@@ -1,7 +1,7 @@
 """Attach K-FAC to the models and optimizers of an unmodified script.
 
 Input: a running script. Output: K-FAC attached to each optimizer before the first forward pass that it trains, or a
-line that says why not. Owns: its patches of ``Optimizer.__init__`` and, while an optimizer waits for its model, of
+line that says why not. Owns: patches of ``Optimizer`` and, while an optimizer waits for its model, of
 ``nn.Module.__call__``; hooks on the steps of all optimizers; what is known of each optimizer.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -25,6 +24,7 @@ from dkfac.runtime.optimizer_hooks import is_dummy
 from dkfac.tools.cli.children import watched_children
 from dkfac.tools.cli.guarded import GuardedKFAC
 from dkfac.tools.cli.owner import find_model, owns_any, trained_parameters
+from dkfac.tools.cli.patches import scripting, watched_calls, watched_optimizers
 from dkfac.tools.cli.script_state import StateFiles
 from dkfac.tools.cli.watched import Watched, label, question
 
@@ -65,13 +65,8 @@ class ScriptWatcher:
     # --- begin and end ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> ScriptWatcher:
-        build: Any = torch.optim.Optimizer.__init__
-
-        def built(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            build(optimizer, *args, **kwargs)
-            self._add(optimizer)
-
-        self._stack.enter_context(_replaced(torch.optim.Optimizer, "__init__", built))
+        self._stack.enter_context(watched_optimizers(self._add, self._note_more))
+        self._stack.enter_context(scripting())
         for register, hook in (
             (torch_optimizer.register_optimizer_step_pre_hook, self._before_step),
             (torch_optimizer.register_optimizer_step_post_hook, self._after_step),
@@ -127,16 +122,8 @@ class ScriptWatcher:
         self.has_children = True
 
     def _watch_calls(self) -> None:
-        """See each call of a module before it happens: hooks that are added during a call do not see it."""
         self._call.close()
-        call: Any = nn.Module.__call__
-
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-                self._called(module)
-            return call(module, *args, **kwargs)
-
-        self._call.enter_context(_replaced(nn.Module, "__call__", watched))
+        self._call.enter_context(watched_calls(self._called))
 
     def _called(self, module: nn.Module) -> None:
         """Attach K-FAC to the waiting optimizers that train this module."""
@@ -148,26 +135,34 @@ class ScriptWatcher:
         for optimizer, known in sorted(waiting, key=lambda item: item[1].number):
             if module in known.foreign:
                 continue
-            if not owns_any(module, trained_parameters(optimizer)):
+            own = trained_parameters(optimizer)
+            if not owns_any(module, own):
                 known.foreign.add(module)
-                continue
-            known.is_waiting = False
-            if self._rival(optimizer) is None:  # otherwise K-FAC follows the one that steps
-                self._attach(optimizer, known, module)
+            elif any(p.requires_grad for p in own.values()):  # frozen while another optimizer's loss passes through
+                self._attach_to(optimizer, known, module)
         if not any(known.is_waiting for known in self._known.values()):
             self._call.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self._add(optimizer)
-        if known.attached() is not None or is_dummy(optimizer, trained_parameters(optimizer).values()):
+        if known.frozen and any(p is not None and p.requires_grad for p in (frozen() for frozen in known.frozen)):
+            known.frozen.clear()
+            self._changes += 1
+            if self._changes <= MOST_CHANGES:
+                self._note_more(optimizer)
+        is_kfacs = known.attached() is not None and not known.is_waiting
+        if is_kfacs or is_dummy(optimizer, trained_parameters(optimizer).values()):
             return
         rival = self._rival(optimizer)
         known.steps_of_other = -1 if rival is None else rival.num_steps
-        if rival is None and len(args) < 2 and kwargs.get("closure") is None:  # a closure calls the model in the step
-            self._note_no_model(optimizer, known)
+        if len(args) < 2 and kwargs.get("closure") is None:
+            if rival is None:
+                self._note_no_model(optimizer, known)
+        elif known.is_waiting and not self._shares(optimizer) and find_model(optimizer, None) is not None:
+            self._attach_to(optimizer, known, None)  # the closure calls the model inside this step
 
     def _note_no_model(self, optimizer: torch.optim.Optimizer, known: Watched) -> None:
-        if known.is_waiting and not known.has_said:
+        if known.is_waiting and known.attached() is None and not known.has_said:
             vote.decline(question(known), "no model was found before the first step")
             self._refuse(optimizer, known, "no module that owns its parameters was called before its step")
             known.is_waiting = vote.number_of_ranks() == 1  # other ranks will not ask again
@@ -190,7 +185,34 @@ class ScriptWatcher:
         known.is_waiting = True
         self._watch_calls()
 
+    def _note_more(self, optimizer: torch.optim.Optimizer) -> None:
+        """Attach K-FAC anew at the next forward pass, because the optimizer trains more than before."""
+        known = self._known.get(optimizer)
+        if known is not None and known.attached() is not None and not known.attached().failed:
+            self.say(f"{label(optimizer, known)} trains more parameters than before: K-FAC is attached to them too")
+            self.attach_anew(optimizer)
+
+    def attach_anew(self, optimizer: torch.optim.Optimizer, state: dict[str, Any] | None = None) -> None:
+        """Attach K-FAC at the next forward pass as if the optimizer were new, with a state of K-FAC's."""
+        known = self._add(optimizer)
+        known.is_waiting, known.state = True, state
+        self._watch_calls()
+
     # --- attaching -------------------------------------------------------------------------------------------
+
+    def _attach_to(self, optimizer: torch.optim.Optimizer, known: Watched, called: nn.Module | None) -> None:
+        known.is_waiting = False
+        known.frozen = [ref(p) for p in trained_parameters(optimizer).values() if not p.requires_grad]
+        if (before := known.attached()) is not None:
+            before.close()
+        if self._rival(optimizer) is None:  # otherwise K-FAC follows the one that steps
+            self._attach(optimizer, known, called)
+
+    def _shares(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether another optimizer has some of the same parameters: one of them may call the other."""
+        own = trained_parameters(optimizer).keys()
+        others = [other for other in self._known if other is not optimizer]
+        return any(not own.isdisjoint(trained_parameters(other)) for other in others)
 
     def _rival(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return a K-FAC that is attached to another optimizer of the same parameters."""
@@ -202,7 +224,7 @@ class ScriptWatcher:
                 return kfac
         return None
 
-    def _attach(self, optimizer: torch.optim.Optimizer, known: Watched, called: nn.Module) -> None:
+    def _attach(self, optimizer: torch.optim.Optimizer, known: Watched, called: nn.Module | None) -> None:
         model = find_model(optimizer, called)
         if model is None or not self._is_wanted(optimizer, known, model):
             return
@@ -276,13 +298,3 @@ class ScriptWatcher:
 def _watch_here(options: dict[str, Any]) -> None:
     """Watch this process, a child, until it ends."""
     ScriptWatcher(**options).__enter__()
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

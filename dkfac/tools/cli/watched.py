@@ -30,6 +30,8 @@ class Watched:
     """K-FAC's state from a file, for when it is attached."""
     foreign: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """Modules that own none of its parameters."""
+    frozen: list[ReferenceType[torch.Tensor]] = field(default_factory=list)
+    """Those of its parameters that did not require a gradient when K-FAC was attached."""
     steps_of_other: int = -1
     """Steps of the K-FAC of another optimizer of the same parameters, when this one's step began."""
 
