@@ -157,9 +157,9 @@ class Program:
         return [t for t in self.transfers if rank in t.group and t.stage not in skipped]
 
 
-def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
-    """Return the program of a plan; empty for one rank. ``broadcasts``: share decompositions by broadcasts, as
-    published, instead of ``deal`` and all-gather."""
+def expand(plan: Plan, rank: int | None = None, *, broadcasts: bool = False) -> Program:
+    """Return the program of a plan, or one rank's part of it; empty for one rank. ``broadcasts``: share decompositions
+    by broadcasts, as published, instead of ``deal`` and all-gather."""
     everyone = tuple(range(plan.world_size))
     num_factors = sum(len(layer.factors) for layer in plan.layers)
     blocks = sum(factor.grad_blocks for layer in plan.layers for factor in layer.factors)
@@ -180,7 +180,7 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         transfers += [Transfer("decompositions", "broadcast", g, dtype, (part,)) for g, dtype, part in decompositions]
     else:
         transfers += _shares("decompositions", decompositions)
-    gradients = list(_gradients(plan))
+    gradients = list(_gradients(plan, rank))
     if plan.share == "weights":
         transfers.append(_small("norms", everyone, 3 * len(plan.layers)))
         transfers += _shares("weights", gradients)
@@ -188,7 +188,7 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         transfers += _shares("gradients", gradients)
     if plan.loopback:  # but for gradients, which stay where they are preconditioned
         return Program(tuple(t for t in transfers if t.stage != "gradients"))
-    return Program(tuple(t for t in transfers if len(t.group) > 1))
+    return Program(tuple(t for t in transfers if len(t.group) > 1 and (rank is None or rank in t.group)))
 
 
 def _small(stage: Stage, everyone: Ranks, elements: int) -> Transfer:
@@ -263,16 +263,16 @@ def _decompositions(plan: Plan) -> Iterator[SharedPart]:
                 yield group, layer.dtype, Part(layer.name, factor.key, factor.wire_elements(plan.solver), by[0])
 
 
-def _gradients(plan: Plan) -> Iterator[SharedPart]:
-    """Yield the shares of gradients. Worker i serves the i-th range of consecutive ranks, which contains it."""
+def _gradients(plan: Plan, rank: int | None) -> Iterator[SharedPart]:
+    """Yield the shares of gradients, or one rank's. Worker i serves the i-th range of ranks, which contains it."""
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         workers = placement.preconditioned_by
         served = plan.world_size // len(workers)
         if served == 1 and not plan.loopback:  # each rank is its own worker
             continue
         dtype = layer.dtype if plan.wire_dtype is None or plan.share == "weights" else gradient_dtype(plan.wire_dtype)
-        for i, worker in enumerate(workers):
-            group = tuple(range(i * served, (i + 1) * served))
+        for i in range(len(workers)) if rank is None else (rank // served,):
+            worker, group = workers[i], tuple(range(i * served, (i + 1) * served))
             assert worker in group, f"layer {layer.name!r}: worker {worker} is not among the ranks it serves"
             yield group, dtype, Part(layer.name, "gradient", layer.grad_elements, worker)
 

@@ -1,0 +1,103 @@
+"""What a host does for thousands of ranks, counted in calls of functions: 156 layers of ResNet-152, on a fake group.
+
+``benchmarks/scale_hosts.py`` has the seconds.
+"""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dkfac.comm import collectives, groups
+from dkfac.comm.transport import Transport
+from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.models import MODELS
+from dkfac.plan.strategies import STRATEGIES
+
+MANY, FEW = 4096, 64
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def world_of(size):
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Done:
+    def wait(self, *_):
+        pass
+
+
+@pytest.fixture
+def nothing_sent(monkeypatch):
+    for module, names in (
+        (dist, ("all_to_all_single", "all_reduce")),
+        (collectives, ("_all_gather", "_reduce_scatter")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_, **__: Done())
+
+
+def calls(function):
+    """Return what a function returns, and the number of calls of functions in it, of C's too."""
+    number = 0
+
+    def count(_frame, event, _arg):
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        found = function()
+    finally:
+        sys.setprofile(None)
+    return found, number
+
+
+def attach(strategy, size):
+    specs = tuple(shape.spec for shape in MODELS["resnet152"]())
+    plan = make_plan(specs, size, Choices(strategy=strategy))
+    plan.bytes_by_rank()  # for the announcement
+    return Transport(plan, groups.make_groups(), META).open()
+
+
+def step_of(transport):
+    """Return a step of each kind: ordinary, measure, refresh."""
+    stages = [t for stage in ("gradients", "decompositions") for t in transport.program.stage(stage)]
+    owned = {part: torch.empty(part.elements, device=META) for t in stages for part in t.parts if part.owner == 0}
+    sent = {id(t): torch.empty(t.elements(0), device=META) for t in transport.program.stage("factors")}
+    return {
+        "ordinary": lambda: transport.share("gradients", owned.get),
+        "measure": lambda: transport.finish_factors(transport._launch_rest(lambda t: sent[id(t)])),
+        "refresh": lambda: transport.share("decompositions", owned.get),
+    }
+
+
+def measured(strategy, size):
+    with world_of(size):
+        transport, attaching = calls(lambda: attach(strategy, size))
+        try:
+            found = {"attach": attaching, "communicators": len(transport.groups._groups)}
+            for kind, step in step_of(transport).items():
+                step()  # fills the caches
+                found[kind] = calls(step)[1]
+            return found
+        finally:
+            transport.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_of_4096_ranks_takes_a_host_no_more_calls_than_one_of_64(strategy, nothing_sent):
+    many, few = measured(strategy, MANY), measured(strategy, FEW)
+    print(many, few)
+    assert many["communicators"] <= 3
+    for kind in ("ordinary", "measure", "refresh"):
+        assert many[kind] <= max(few[kind], 1500), kind
+    assert many["attach"] < 150_000
