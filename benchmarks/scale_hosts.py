@@ -2,8 +2,8 @@
 
     python benchmarks/scale_hosts.py --world 4096 --out benchmarks/results/scale_hosts_cpu.json
 
-One process is rank 0 on torch's fake process group, so nothing is sent. The layers are ResNet-152's, 156 of them. To
-attach, a network of these layers with a 32nd of their channels is built: K-FAC looks at every module, but measures
+One process is the last rank on torch's fake process group, so nothing is sent. The layers are ResNet-152's 156.
+To attach, a network of these layers with a 32nd of their channels is built: K-FAC looks at every module, but measures
 nothing. The time includes plan, program, comparison with the other ranks, groups and the announcement. For steps the
 plan is that of the full widths, tensors are on the meta device and collectives return at once. What remains is what a
 host does before a GPU could start: finding transfers, splits and layouts, and making views of buffers.
@@ -90,7 +90,7 @@ def host_times(strategy: str, world: int, repeats: int) -> dict:
     transport.open()
     owned = [part for t in transport.program.transfers for part in t.parts if part.owner == transport.rank]
     empty = {part: torch.empty(part.elements, device=META) for part in owned}
-    sent = {id(t): torch.empty(t.elements(0), device=META) for t in transport.program.stage("factors")}
+    sent = {id(t): torch.empty(t.elements(transport.rank), device=META) for t in transport.program.stage("factors")}
 
     def ordinary():
         transport.share("gradients", empty.get)
@@ -129,7 +129,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows, _ = [], attach_seconds("auto")  # imports what is imported on first use
     for world in given.world:
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        dist.init_process_group("fake", rank=world - 1, world_size=world, store=FakeStore())
         for strategy in ("auto", *STRATEGIES):
             wall, cpu = attach_seconds(strategy)
             row = {"world": world, "strategy": strategy, "attach_seconds": wall, "attach_cpu_seconds": cpu}

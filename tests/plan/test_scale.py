@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def world_of(size):
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
     try:
         yield
     finally:
@@ -71,8 +71,13 @@ def attach(strategy, size):
 def step_of(transport):
     """Return a step of each kind: ordinary, measure, refresh."""
     stages = [t for stage in ("gradients", "decompositions") for t in transport.program.stage(stage)]
-    owned = {part: torch.empty(part.elements, device=META) for t in stages for part in t.parts if part.owner == 0}
-    sent = {id(t): torch.empty(t.elements(0), device=META) for t in transport.program.stage("factors")}
+    owned = {
+        part: torch.empty(part.elements, device=META)
+        for t in stages
+        for part in t.parts
+        if part.owner == transport.rank
+    }
+    sent = {id(t): torch.empty(t.elements(transport.rank), device=META) for t in transport.program.stage("factors")}
     return {
         "ordinary": lambda: transport.share("gradients", owned.get),
         "measure": lambda: transport.finish_factors(transport._launch_rest(lambda t: sent[id(t)])),
