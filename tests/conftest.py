@@ -13,6 +13,8 @@ LONG = [
     "capture/test_compile",
     "capture/test_functional",
     "capture/test_functional_compile",
+    "comm/test_hangs",
+    "comm/test_replicas",
     "decompose/test_async_refresh",
     "decompose/test_refresh_scheduler",
     "experimental/test_overlap",

@@ -50,7 +50,8 @@ def start(groups_: Groups, patience: float | None, where: Callable[[], tuple[int
     limit = groups.patience(groups_.parent)
     seconds = patience or SHARE * (limit or datetime.timedelta(minutes=30)).total_seconds()
     number = _NUMBERS[ranks] = _NUMBERS[ranks] + 1
-    prefix = f"dkfac/watch/{ranks[0]}-{len(ranks)}/{number}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may outlive the ranks that wrote to it
+    prefix = f"dkfac/watch/{restart}/{ranks[0]}-{len(ranks)}/{number}"
     return RankWatch(StoreLine(connection, prefix), groups_.rank, groups_.world_size, seconds, where)
 
 

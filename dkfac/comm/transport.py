@@ -38,7 +38,7 @@ class Transport:
         self._read(plan)
 
     def _read(self, plan: Plan) -> None:
-        self.plan, self.program = plan, expand(plan)
+        self.plan, self.program = plan, expand(plan, self.rank)
         self.factors: dict[tuple[str, str], FactorSpec]
         """By layer and key."""
         self.factors = {(la.name, factor.key): factor for la in plan.layers for factor in la.factors}
@@ -51,8 +51,6 @@ class Transport:
         """By transfer, which is kept so that no other one gets its id."""
         self._splits: dict[int, tuple[Transfer, tuple[list[int], list[int]]]] = {}
         """What this rank sends and receives, by transfer."""
-        self._own: dict[Stage, tuple[Transfer, ...]] = {}
-        """The transfers that this rank takes part in, by stage."""
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
 
     def open(self) -> Transport:
@@ -73,7 +71,7 @@ class Transport:
         """Return a copy with the same process groups that, in a stage, transfers only ``kept``, as (layer, key)."""
         found = copy.copy(self)
         found.program = self.program.only(stage, kept)
-        found._launched, found._layouts, found._splits, found._own = [], {}, {}, {}
+        found._launched, found._layouts, found._splits = [], {}, {}
         return found
 
     # --- small vectors -------------------------------------------------------------------------------------
@@ -215,9 +213,7 @@ class Transport:
         An owner, too, gets back what went through the buffer: what is rounded for the wire is rounded on all ranks.
         ``value``: returns the tensor of a part that this rank owns, or tensors that together are it; None sends zeros.
         """
-        if stage not in self._own:
-            self._own[stage] = tuple(t for t in self.program.stage(stage) if self.rank in t.group)
-        ours = self._own[stage]
+        ours = self.program.stage(stage)
         dealt: list[tuple[Transfer, Pending]] = []
         for transfer in (t for t in ours if t.how == "deal"):
             pieces = list[Tensor]()

@@ -23,11 +23,23 @@ class RankPlan:
     index: dict[str, int] = field(init=False)
     """Indices of the layers, in the plan and in all vectors that ranks exchange."""
     placements: dict[str, Placement] = field(init=False)
+    _preconditioned: frozenset[str] = field(init=False)
+    _decomposed: dict[str, list[str]] = field(init=False)
+    """This rank's part: looked up in each step, where a search in thousands of ranks would take long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_name", {layer.name: layer for layer in self.layers})
         object.__setattr__(self, "index", {layer.name: i for i, layer in enumerate(self.layers)})
         object.__setattr__(self, "placements", {la.name: self.plan.placement(la.name) for la in self.layers})
+        mine, decomposed = set[str](), dict[str, list[str]]()
+        for layer in self.layers:
+            placement = self.placements[layer.name]
+            by = zip(layer.spec.factors, placement.decomposed_by, strict=True)
+            decomposed[layer.name] = [factor.key for factor, ranks in by if self.rank in ranks]
+            if self.rank in placement.preconditioned_by:
+                mine.add(layer.name)
+        object.__setattr__(self, "_preconditioned", frozenset(mine))
+        object.__setattr__(self, "_decomposed", decomposed)
 
     def follow(self, plan: Plan) -> RankPlan:
         """Return this rank's view of another plan."""
@@ -39,7 +51,7 @@ class RankPlan:
 
     def preconditions(self, name: str) -> bool:
         """Whether this rank holds a layer's decompositions and preconditions its gradient."""
-        return self.rank in self.placements[name].preconditioned_by
+        return name in self._preconditioned
 
     def speaks_for(self, name: str) -> bool:
         """Whether this rank is the first of those that precondition a layer."""
@@ -54,9 +66,7 @@ class RankPlan:
 
     def decomposes(self, layer: Layer, only: Container[tuple[str, str]] | None = None) -> list[str]:
         """Return the layer's factors that this rank decomposes, by key; ``only``: among these, as (layer, key)."""
-        by = self.placements[layer.name].decomposed_by
-        mine = [f.key for f, ranks in zip(layer.spec.factors, by, strict=True) if self.rank in ranks]
-        return [key for key in mine if only is None or (layer.name, key) in only]
+        return [key for key in self._decomposed[layer.name] if only is None or (layer.name, key) in only]
 
     def is_shared(self, layer: Layer, key: str) -> bool:
         """Whether several ranks decompose a factor; their results must be bitwise equal."""

@@ -110,13 +110,15 @@ class Plan:
                 f'strategy="sharded" or "mem-opt"'
             )
 
-    def served(self, placement: Placement) -> Iterator[tuple[int, Ranks]]:
-        """Yield the ranks that precondition a layer, each with the range of consecutive ranks that it serves."""
-        size = self.world_size // len(placement.preconditioned_by)
-        for i, worker in enumerate(placement.preconditioned_by):
+    def served(self, placement: Placement, rank: int | None = None) -> Iterator[tuple[int, Ranks]]:
+        """Yield the ranks that precondition a layer, each with the range of consecutive ranks that it serves; with
+        ``rank``, only the one that serves it."""
+        workers = placement.preconditioned_by
+        size = self.world_size // len(workers)
+        for i in range(len(workers)) if rank is None else (rank // size,):
             group = tuple(range(i * size, (i + 1) * size))
-            assert worker in group, f"rank {worker} is not among the ranks it serves"
-            yield worker, group
+            assert workers[i] in group, f"rank {workers[i]} is not among the ranks it serves"
+            yield workers[i], group
 
     @property
     def shares_no_updates(self) -> bool:

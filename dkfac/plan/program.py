@@ -169,9 +169,9 @@ class Program:
         return [t for t in self.transfers if rank in t.group and t.stage not in skipped]
 
 
-def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
-    """Return the program of a plan; empty for one rank. ``broadcasts``: share decompositions by broadcasts, as
-    published, instead of ``deal`` and all-gather."""
+def expand(plan: Plan, rank: int | None = None, *, broadcasts: bool = False) -> Program:
+    """Return the program of a plan, or one rank's part of it; empty for one rank. ``broadcasts``: share decompositions
+    by broadcasts, as published, instead of ``deal`` and all-gather."""
     everyone = tuple(range(plan.world_size))
     num_factors = sum(len(layer.factors) for layer in plan.layers)
     blocks = sum(factor.grad_blocks for layer in plan.layers for factor in layer.factors)
@@ -192,11 +192,12 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         transfers += [Transfer("decompositions", "broadcast", g, dtype, (part,)) for g, dtype, part in decompositions]
     else:
         transfers += _shares("decompositions", decompositions)
-    gradients = list(_gradients(plan))
+    gradients = list(_gradients(plan, rank))
     if plan.sharding is not None:
         transfers = [_small("squares", everyone, len(plan.layers) + 1), *transfers]
-        transfers += [*_sharded(plan, plan.sharding, "to-owners"), _small("norms", everyone, 3 * len(plan.layers))]
-        transfers += _sharded(plan, plan.sharding, "to-shards")
+        transfers += _sharded(plan, plan.sharding, "to-owners", rank)
+        transfers.append(_small("norms", everyone, 3 * len(plan.layers)))
+        transfers += _sharded(plan, plan.sharding, "to-shards", rank)
     elif plan.share == "weights":
         transfers.append(_small("norms", everyone, 3 * len(plan.layers)))
         transfers += _shares("weights", gradients)
@@ -204,7 +205,7 @@ def expand(plan: Plan, *, broadcasts: bool = False) -> Program:
         transfers += _shares("gradients", gradients)
     if plan.loopback:  # but for gradients, which stay where they are preconditioned
         return Program(tuple(t for t in transfers if t.stage != "gradients"))
-    return Program(tuple(t for t in transfers if len(t.group) > 1))
+    return Program(tuple(t for t in transfers if len(t.group) > 1 and (rank is None or rank in t.group)))
 
 
 def _small(stage: Stage, everyone: Ranks, elements: int) -> Transfer:
@@ -279,22 +280,22 @@ def _decompositions(plan: Plan) -> Iterator[SharedPart]:
                 yield group, layer.dtype, Part(layer.name, factor.key, factor.wire_elements(plan.solver), by[0])
 
 
-def _gradients(plan: Plan) -> Iterator[SharedPart]:
-    """Yield the shares of gradients. Worker i serves the i-th range of consecutive ranks, which contains it."""
+def _gradients(plan: Plan, rank: int | None) -> Iterator[SharedPart]:
+    """Yield the shares of gradients, or one rank's. Worker i serves the i-th range of ranks, which contains it."""
     for layer, placement in zip(plan.layers, plan.placements, strict=True):
         if len(placement.preconditioned_by) == plan.world_size and not plan.loopback:  # each rank is its own worker
             continue
         dtype = layer.dtype if plan.wire_dtype is None or plan.share == "weights" else gradient_dtype(plan.wire_dtype)
-        for worker, group in plan.served(placement):
+        for worker, group in plan.served(placement, rank):
             yield group, dtype, Part(layer.name, "gradient", layer.grad_elements, worker)
 
 
-def _sharded(plan: Plan, sharding: shards.Sharding, how: How) -> Iterator[Transfer]:
+def _sharded(plan: Plan, sharding: shards.Sharding, how: How, rank: int | None) -> Iterator[Transfer]:
     """Yield the transfers of gradients from the shards of parameters to the owners of layers, or of updates back."""
     dtypes, grouped = {layer.name: layer.dtype for layer in plan.layers}, dict[tuple[Ranks, str], list[Part]]()
     for p in sharding.parameters:
         dtype = dtypes[p.layer] if plan.wire_dtype is None else gradient_dtype(plan.wire_dtype)
-        for worker, group in plan.served(plan.placement(p.layer)):
+        for worker, group in plan.served(plan.placement(p.layer), rank):
             grouped.setdefault((group, dtype), []).append(Part(p.layer, p.key, p.elements, worker, p.size))
     for (group, dtype), parts in grouped.items():
         yield Transfer("gradients", how, group, dtype, tuple(parts), mesh=sharding.within(group))

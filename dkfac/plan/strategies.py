@@ -140,7 +140,7 @@ def spd(problem: PlacementProblem) -> list[Placement]:
         if seconds < share:
             load = [value + seconds for value in load]
         else:
-            owner = min(range(world), key=lambda rank: (load[rank], rank))
+            owner = load.index(min(load))
             load[owner] += seconds
             by[i] = (owner,)
     chosen = iter(by)

@@ -30,7 +30,7 @@ WORLD, ODD, AT = 3, 1, 4
 def stop(rank):
     """Stop this process, once it has published where it is; it is killed when the others have ended."""
     time.sleep(0.5)
-    subprocess.Popen(["sh", "-c", f"sleep 7; kill -9 {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep 5; kill -9 {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

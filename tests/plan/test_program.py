@@ -191,7 +191,7 @@ def run_one_of_many(rank, world_size, options, monkeypatch):
                 model(x).square().mean().backward()
                 optimizer.step()
                 steps.append((expected(kfac, rank, step), calls.pop(rank, [])))
-        return kfac._engine.transport.program, steps
+        return kfac.plan, kfac._engine.transport.program, steps
     finally:
         dist.destroy_process_group()
 
@@ -206,13 +206,14 @@ def run_one_of_many(rank, world_size, options, monkeypatch):
     ids=name,
 )
 def test_at_1024_ranks_each_rank_runs_its_part_of_one_program(options, monkeypatch):
-    programs = []
+    plans = []
     for rank in (0, 1, 511, 1023):
-        program, steps = run_one_of_many(rank, 1024, options, monkeypatch)
-        programs.append(program)
+        plan, program, steps = run_one_of_many(rank, 1024, options, monkeypatch)
+        plans.append(plan)
+        assert program.transfers == tuple(t for t in expand(plan).transfers if rank in t.group)
         for step, (wanted, called) in enumerate(steps):
             assert Counter(called) == Counter(wanted), f"rank {rank}, step {step}"
-    assert all(program == programs[0] for program in programs)
+    assert all(plan == plans[0] for plan in plans)
 
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
