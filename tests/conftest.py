@@ -33,6 +33,7 @@ LONG = [
     "runtime/test_memory",
     "runtime/test_parity",
     "runtime/test_parity_processes",
+    "runtime/test_sharded",
     "state/test_checkpoint_ranks",
     "state/test_shards",
     "state/test_state",
