@@ -20,7 +20,7 @@ from dkfac.config import optimizer_rules
 from dkfac.config.settings import Settings
 from dkfac.plan.plan import Plan
 from dkfac.precondition import trust_region
-from dkfac.runtime import attach, levenberg_marquardt, optimizer_hooks, quadratic, report
+from dkfac.runtime import attach, connect, levenberg_marquardt, optimizer_hooks, quadratic, report
 from dkfac.runtime.engine import Engine
 from dkfac.runtime.notices import Notices
 from dkfac.runtime.optimizer_checkpoint import OptimizerCheckpoint
@@ -63,7 +63,7 @@ class KFAC:
         self._model, self._optimizer, self.left = found.model, found.optimizer, found.left
         optimizer, finds_scaler = found.optimizer, found.optimizer is not None and grad_scaler is None
         notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
-        transport, errors = attach.connect(found)
+        transport, errors = connect.connect(found)
         is_alone = not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
         self._collector = Collector(self.layers, self.settings, grad_scaler, **how)

@@ -17,7 +17,6 @@ from dkfac.comm.buffers import on_cpu
 from dkfac.comm.collectives import all_gather, broadcast_from, exchange
 from dkfac.comm.groups import Groups
 from dkfac.comm.messages import decode, to_tensor
-from dkfac.plan.plan import difference
 
 MESSAGE_BYTES = 2048
 
@@ -88,3 +87,29 @@ def _bytes(data: bytes, device: torch.device) -> Tensor:
 
 def _text(data: Tensor) -> str:
     return bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def difference(mine: Any, reference: Any, path: str = "") -> str | None:
+    """Return the first difference between two JSON values, as ``path: mine instead of reference``; None if equal."""
+    if isinstance(mine, dict) and isinstance(reference, dict):
+        for key in [*reference, *(k for k in mine if k not in reference)]:
+            if key not in mine or key not in reference:
+                where = "is missing here" if key not in mine else "is only here"
+                return f"{path}{key} {where}"
+            found = difference(mine[key], reference[key], f"{path}{key}: ")
+            if found:
+                return found
+        return None
+    if isinstance(mine, list) and isinstance(reference, list):
+        for i, (a, b) in enumerate(zip(mine, reference, strict=False)):
+            name = next((f"{v[k]!r}" for v in (b, a) if isinstance(v, dict) for k in ("name", "key") if k in v), f"{i}")
+            found = difference(a, b, f"{path}{name}: ")
+            if found:
+                return found
+        if len(mine) != len(reference):
+            longer, where = (mine, "is only here") if len(mine) > len(reference) else (reference, "is missing here")
+            extra = longer[min(len(mine), len(reference))]
+            name = extra.get("name", extra) if isinstance(extra, dict) else extra
+            return f"{path}{name!r} {where}"
+        return None
+    return None if mine == reference else f"{path}{mine!r} instead of {reference!r}"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dkfac.ops import constants
 from dkfac.ops.pack import unpack_triangle
-from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
+from dkfac.plan.transfer import Part
 
 
 def on_cpu(value: Any) -> Any:

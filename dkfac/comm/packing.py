@@ -16,8 +16,8 @@ from torch import Tensor
 from dkfac.ops import constants
 from dkfac.ops.pack import pack_triangle, packed_diagonal, unpack_triangle
 from dkfac.ops.triangles import Entry, Triangles
-from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec, is_input
+from dkfac.plan.transfer import Part
 
 Name = tuple[str, str]
 """A layer and a key."""

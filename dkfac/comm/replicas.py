@@ -22,7 +22,7 @@ from dkfac.ops.bit_sums import bit_sums
 from dkfac.ops.host_copy import HostCopy
 from dkfac.plan.program import REPLICAS_FIXED
 
-NOTHING = torch.iinfo(torch.int64).min
+ABSENT = torch.iinfo(torch.int64).min
 """What a rank says of something that it does not have: it is larger than nothing, and so is its negative."""
 FIRST_STEPS = 2
 """Steps after attaching or loading that are compared whether they refresh or not."""
@@ -69,7 +69,7 @@ class Replicas:
             gradients = [None if p is None else p.grad for p in found]
             self._own = torch.cat([fixed, live, _sums(found, device), _sums(gradients, device)])
         else:
-            self._own = torch.full((REPLICAS_FIXED + 2 * len(self._names),), NOTHING, device=device)
+            self._own = torch.full((REPLICAS_FIXED + 2 * len(self._names),), ABSENT, device=device)
 
     def compare(self) -> None:
         """Launch the comparison of what was read in this step. A collective, after those of the factors: of these
@@ -88,7 +88,7 @@ class Replicas:
             return
         numbers, own, self._copy, self._own = self._copy.read(), self._own, None, None
         half = len(numbers) // 2
-        if all(a == -b or a == b == NOTHING for a, b in zip(numbers[:half], numbers[half:], strict=True)):
+        if all(a == -b or a == b == ABSENT for a, b in zip(numbers[:half], numbers[half:], strict=True)):
             return
         gathered = collectives.all_gather(own, self._transport.groups.everyone).wait()
         raise RuntimeError(self._difference(gathered.view(self._transport.world_size, -1)))
@@ -102,7 +102,7 @@ class Replicas:
     def _difference(self, by_rank: Tensor) -> str:
         """Return what differs first, and on which ranks. A collective."""
         told = agree.exchange_text(self._transport.groups, self._described(), self._transport.device)
-        present = [rank for rank, row in enumerate(by_rank[:, 0].tolist()) if row != NOTHING]
+        present = [rank for rank, row in enumerate(by_rank[:, 0].tolist()) if row != ABSENT]
         first = int((by_rank[present] != by_rank[present[0]]).any(0).nonzero()[0])
         if first < REPLICAS_FIXED:
             return _differing_rates({rank: told[rank] for rank in present})

@@ -18,8 +18,8 @@ from dkfac.comm.buffers import dtype_of
 from dkfac.comm.collectives import Pending
 from dkfac.comm.packing import Name
 from dkfac.comm.transport import Transport
-from dkfac.plan.program import Part, Transfer
 from dkfac.plan.shards import shard_elements
+from dkfac.plan.transfer import Part, Transfer
 
 
 def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Name, list[Tensor]]:

@@ -21,8 +21,9 @@ from dkfac.comm.groups import Groups
 from dkfac.comm.packing import Layout, Named, PackedFactors, to_buffer
 from dkfac.ops import triangles
 from dkfac.plan.plan import Plan
-from dkfac.plan.program import How, Part, Stage, Transfer, expand
+from dkfac.plan.program import expand
 from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.transfer import How, Part, Stage, Transfer
 
 
 class Transport:

@@ -25,8 +25,9 @@ from dkfac.layers.rank_plan import RankPlan
 from dkfac.ops import constants, triangles
 from dkfac.ops.decompose import mean_eigenvalue
 from dkfac.ops.torch_private import foreach_mul
-from dkfac.plan.program import HEADER_FIXED, Transfer
+from dkfac.plan.program import HEADER_FIXED
 from dkfac.plan.spec import is_input
+from dkfac.plan.transfer import Transfer
 
 
 def local_sums(measured: BatchStatistics, ranks: RankPlan) -> Named:

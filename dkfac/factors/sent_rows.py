@@ -20,8 +20,8 @@ from dkfac.comm.transport import Transport
 from dkfac.factors.batch_factors import over_terms
 from dkfac.ops.factors import gram
 from dkfac.plan.plan import Placement, Plan
-from dkfac.plan.program import Part, Transfer
 from dkfac.plan.spec import LayerSpec
+from dkfac.plan.transfer import Part, Transfer
 
 FEW_ELEMENTS = 1024
 """If a factor's rows have at most this many elements, starting a transfer takes longer than sending them."""

@@ -129,3 +129,19 @@ def check_attached(layers: Iterable[Layer]) -> None:
                 f"layer {layer.name!r} was sharded after K-FAC was attached, which made another parameter of its "
                 f"weight. First fully_shard(model), then make the optimizer, then attach: KFAC(model, optimizer)"
             )
+
+
+def replicas_of(layers: list[Layer]) -> Mesh:
+    """Return the global ranks that parameters are sharded over; none if they are not. Raises if layers differ."""
+    found: dict[Mesh, str] = {}
+    for layer in layers:
+        for p in layer.parameters():
+            if is_sharded(p):
+                found.setdefault(mesh_of(layer.name, p), layer.name)
+    if len(found) > 1:
+        (one, name), (other, another) = list(found.items())[:2]
+        raise RuntimeError(
+            f"layers {name!r} and {another!r} are sharded over different ranks, {list(one)} and {list(other)}: "
+            f"fully_shard both with one mesh, or attach one KFAC with skip= for each"
+        )
+    return next(iter(found), ())

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.plan import Plan, num_bytes
-from dkfac.plan.program import Program, Transfer, expand
+from dkfac.plan.program import Program, expand
 from dkfac.plan.sharing import NetworkJob, per_rank, share_cores, share_network
 from dkfac.plan.spec import LayerSpec, Ranks
 from dkfac.plan.timeline import Span, Stream, Timeline
+from dkfac.plan.transfer import Transfer
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket of gradients, as in ``DistributedDataParallel``; the first bucket is smaller."""

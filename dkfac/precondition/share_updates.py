@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dkfac.comm.transport import Transport
 from dkfac.layers.layer import Layer
-from dkfac.plan.program import Part
+from dkfac.plan.transfer import Part
 
 
 def share_gradients(transport: Transport, updates: dict[str, Tensor]) -> dict[str, Tensor]:

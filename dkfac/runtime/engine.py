@@ -51,15 +51,9 @@ class Engine:
     """The state of K-FAC on one rank, and the stages of a step."""
 
     def __init__(
-        self,
-        layers: list[Layer],
-        settings: Settings,
-        collector: Collector,
-        notices: Notices,
-        transport: Transport,
-        errors: ErrorChannel,
-        remote: Remote | None = None,
-    ) -> None:
+        self, layers: list[Layer], settings: Settings, collector: Collector, notices: Notices, transport: Transport,
+        errors: ErrorChannel, remote: Remote | None = None,
+    ) -> None:  # fmt: skip
         self.settings, self.collector, self.transport = settings, collector, transport
         self.ranks = RankPlan(layers, transport.plan, transport.rank, settings.takes_steps)
         self.states = {layer.name: LayerState(len(layer.spec.factors)) for layer in layers}

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dkfac import KFAC
 from dkfac.comm import groups
+from dkfac.comm.agree import difference
 from dkfac.plan.make import Choices, make_plan
-from dkfac.plan.plan import difference
 
 
 def other_size(model):

@@ -5,8 +5,8 @@ import torch
 from dkfac.comm.buffers import vector
 from dkfac.comm.packing import Layout, pack, to_buffer, unpack
 from dkfac.ops.pack import pack_triangle
-from dkfac.plan.program import Part
 from dkfac.plan.spec import FactorSpec
+from dkfac.plan.transfer import Part
 
 FACTORS = {
     ("a", "A"): FactorSpec("A", 3),

@@ -8,9 +8,10 @@ import torch
 
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
-from dkfac.plan.program import Part, Transfer, expand
+from dkfac.plan.program import expand
 from dkfac.plan.shards import ShardedParameter, Sharding, shard_range
 from dkfac.plan.spec import FactorSpec, LayerSpec
+from dkfac.plan.transfer import Part, Transfer
 
 MESHES = {
     "two": ((0, 1),),

@@ -7,7 +7,7 @@ from helpers_ranks import on_threads
 from helpers_settings import arranged
 
 from dkfac import KFAC
-from dkfac.runtime.attach import LOOPBACK
+from dkfac.runtime.connect import LOOPBACK
 
 CASES = [
     {},

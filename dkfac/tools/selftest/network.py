@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dkfac.comm import collectives
 from dkfac.kfac import KFAC
-from dkfac.runtime.attach import LOOPBACK
+from dkfac.runtime.connect import LOOPBACK
 
 TEST_STEPS, EXAMPLES_PER_RANK = 5, 8
 SETTINGS: dict[str, Any] = {
