@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import datetime
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,8 +52,8 @@ def check_world(planned: int, process_group: Any) -> None:
         )
 
 
-_KEPT: WeakKeyDictionary[Any, dict[Ranks, Any]] = WeakKeyDictionary()
-"""Subgroups of a group, by its ranks."""
+_KEPT: WeakKeyDictionary[Any, tuple[dict[Ranks, Any], Counter[int]]] = WeakKeyDictionary()
+"""Subgroups of a user's own group, by their ranks, and how many each rank has made."""
 atexit.register(_KEPT.clear)
 
 
@@ -137,25 +138,33 @@ class Groups:
         if "nccl" not in (found := backends_of(self.everyone)) or "gloo" in found:
             return self.everyone
         if key not in self._groups:
-            self._groups[key] = self._make(key, self._everyone, "gloo")
+            members, timeout = list(self._global), patience(self.parent)
+            make = dist.new_group if self.parent is None else _by_members
+            self._groups[key] = make(members, timeout=timeout, backend="gloo")
         return self._groups[key]
 
     def make(self, wanted: Iterable[Ranks]) -> None:
-        """Create the groups that do not exist yet and that this rank is in, in this order."""
+        """Create the groups that do not exist yet. ``wanted``: the groups of all ranks, the same on each of them."""
         for ranks in wanted:
-            if self.rank in ranks and ranks not in self._groups:
-                self._groups[ranks] = self._make(ranks, ranks)
+            if ranks not in self._groups:
+                self._groups[ranks] = self._make(ranks)
 
-    def _make(self, key: Ranks, ranks: Ranks, backend: str | None = None) -> Any:
+    def _make(self, ranks: Ranks) -> Any:
         members = [self._global[rank] for rank in ranks]
-        if self.parent is None and ranks == self._everyone:
-            return dist.new_group(members, timeout=patience(), backend=backend)
-        # Only the members take part: with thousands of ranks there are thousands of groups, and a rank is in a few.
-        # Such a group is named by its members, and its name cannot be used twice: it is kept for the next K-FAC.
-        kept = _KEPT.setdefault(dist.group.WORLD if self.parent is None else self.parent, {})
-        if key not in kept:
-            kept[key] = _by_members(members, patience(self.parent), backend)
-        return kept[key]
+        if self.parent is None:
+            return dist.new_group(members, timeout=patience())
+        # Other replicas of the user's group create theirs at the same time, so only the members take part. torch names
+        # such a group by its members and by the number of groups that a process has: members that have fewer make
+        # groups of their own first. A name cannot be used twice, so the group is kept for the next K-FAC.
+        kept, numbers = _KEPT.setdefault(self.parent, ({}, Counter()))
+        if ranks not in kept:
+            most, kept[ranks] = max(numbers[rank] for rank in ranks), None
+            if self.rank in ranks:
+                for _ in range(most - numbers[self.rank]):
+                    only(self)
+                kept[ranks] = _by_members(members, patience(self.parent))
+            numbers |= dict.fromkeys(ranks, most + 1)
+        return kept[ranks]
 
     def get(self, ranks: Ranks) -> Any:
         return self._groups[ranks]
@@ -164,12 +173,13 @@ class Groups:
         return self._global[rank]
 
     def close(self) -> None:
-        """Destroy the groups of all ranks, unless torch.distributed was shut down or they are kept for a user's own
-        group."""
-        own = [group for ranks, group in self._groups.items() if len(ranks) >= self.world_size]
+        """Destroy the groups, unless torch.distributed was shut down or they are kept for a user's own group."""
+        groups = list(self._groups.items())
         self._groups.clear()
-        if dist.is_initialized() and self.parent is None:
-            for group in own:
+        if not dist.is_initialized() or self.parent is not None:
+            return
+        for ranks, group in groups:
+            if self.rank in ranks:
                 with contextlib.suppress(ValueError, KeyError):  # already destroyed with its default group
                     dist.destroy_process_group(group)
 

@@ -21,7 +21,7 @@ from dkfac.comm.groups import Groups
 from dkfac.comm.packing import Layout, Named, PackedFactors, to_buffer
 from dkfac.ops import triangles
 from dkfac.plan.plan import Plan
-from dkfac.plan.program import expand
+from dkfac.plan.program import expand, groups_of
 from dkfac.plan.spec import FactorSpec, LayerSpec
 from dkfac.plan.transfer import How, Part, Stage, Transfer
 
@@ -55,8 +55,8 @@ class Transport:
         self.num_buckets = 1 + max((t.bucket for t in self.program.stage("factors")), default=-1)
 
     def open(self) -> Transport:
-        """Create the process groups that the program names, and return self. A collective."""
-        self.groups.make(t.group for t in self.program.transfers)
+        """Create the process groups that the ranks' programs name, and return self. A collective."""
+        self.groups.make(groups_of(self.plan))
         return self
 
     def follow(self, plan: Plan) -> None:

@@ -159,6 +159,15 @@ def _rows(plan: Plan, everyone: Ranks) -> Iterator[Transfer]:
         yield Transfer("factors", "rows", everyone, dtype, tuple(sorted(parts, key=lambda part: part.owner)), -1)
 
 
+def groups_of(plan: Plan) -> Iterable[Ranks]:
+    """Return the groups in the programs of all ranks, each once."""
+    found: dict[Ranks, None] = {tuple(range(plan.world_size)): None}
+    for placement in {placement.preconditioned_by: placement for placement in plan.placements}.values():
+        if len(placement.preconditioned_by) < plan.world_size or plan.loopback:
+            found |= dict.fromkeys(group for _, group in plan.served(placement))
+    return found | dict.fromkeys(group for group, _, _ in _decompositions(plan))
+
+
 SharedPart = tuple[Ranks, str, Part]
 """A group, a dtype and the part that its owner sends to the others."""
 

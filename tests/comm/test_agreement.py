@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dkfac import KFAC
 from dkfac.comm import groups
 from dkfac.comm.agree import difference
+from dkfac.comm.groups import make_groups
 from dkfac.plan.make import Choices, make_plan
 
 
@@ -183,6 +184,26 @@ def test_two_halves_of_the_ranks_each_train_like_one_process_on_their_own_batche
         for rank in (2 * half, 2 * half + 1):
             for p, q in zip(found[rank], expected, strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+
+
+def sums_in_subgroups(rank, is_parent_given):
+    """Ranks are in one or two subgroups, and have one or two when the last ones are made."""
+    parent = dist.new_group(list(range(6))) if is_parent_given else None
+    found = make_groups(parent)
+    subsets = [(0, 3), (1, 4), (0, 1, 2), (3, 4, 5)]
+    found.make(subsets)
+    own = {ranks: torch.tensor([float(rank)]) for ranks in subsets if rank in ranks}
+    for ranks, total in own.items():
+        dist.all_reduce(total, group=found.get(ranks))
+    found.close()
+    return {ranks: float(total) for ranks, total in own.items()}
+
+
+@pytest.mark.parametrize("is_parent_given", [True, False])
+def test_ranks_with_different_numbers_of_groups_make_the_next_one_together(is_parent_given):
+    for told in on_threads(6, sums_in_subgroups, is_parent_given):
+        assert told
+        assert all(total == sum(ranks) for ranks, total in told.items())
 
 
 def attach_in_a_half(rank):

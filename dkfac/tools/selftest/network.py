@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dkfac.comm import collectives
+from dkfac.comm import collectives, replicas
 from dkfac.kfac import KFAC
 from dkfac.runtime.connect import LOOPBACK
 
@@ -79,8 +79,12 @@ def train_network(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.seconds = time.perf_counter() - begin
-        steps = program.of(ranks[0], measures=True, decomposes=step % 2 == 0)
-        found.expected_bytes += [(_KINDS[t.how], t.num_bytes(ranks[0])) for t in steps]
+        refreshes = step % 2 == 0
+        steps = program.of(
+            ranks[0], measures=True, decomposes=refreshes, compares=refreshes or step < replicas.FIRST_STEPS
+        )
+        kinds = ["largest" if t.stage == "replicas" else _KINDS[t.how] for t in steps]
+        found.expected_bytes += zip(kinds, (t.num_bytes(ranks[0]) for t in steps), strict=True)
     if device.type == "cuda":
         found.peak_bytes = torch.cuda.max_memory_allocated(device)
     if gathers:
@@ -111,7 +115,7 @@ _KINDS: dict[str, str] = {
 @contextlib.contextmanager
 def _counting(sent: list[tuple[str, int]]) -> Iterator[None]:
     """Note the bytes that are passed to each of K-FAC's collectives."""
-    names = sorted(set(_KINDS.values()))
+    names = sorted({*_KINDS.values(), "largest"})
     before: dict[str, Callable[..., Any]] = {name: getattr(collectives, name) for name in names}
 
     def counted(name: str) -> Callable[..., Any]:
