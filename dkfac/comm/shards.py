@@ -18,7 +18,7 @@ from dkfac.comm.buffers import dtype_of
 from dkfac.comm.collectives import Pending
 from dkfac.comm.packing import Name
 from dkfac.comm.transport import Transport
-from dkfac.plan.shards import shard_elements
+from dkfac.plan.shards import sent_elements, shard_elements
 from dkfac.plan.transfer import Part, Transfer
 
 
@@ -32,7 +32,8 @@ def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Nam
     mine, moving = sharding.replica_of(transport.rank), list[tuple[Transfer, Pending]]()
     for transfer in _ours(transport, "to-owners"):
         parts = [part for _, part in _by_owner(transfer, mine)]
-        moving.append((transfer, _exchange(transport, transfer, [shard((p.layer, p.key)) for p in parts])))
+        sent = [shard((p.layer, p.key)) for p in parts if p.size or p.owner == transport.rank]
+        moving.append((transfer, _exchange(transport, transfer, sent)))
     found: dict[Name, list[Tensor]] = {}
     for transfer, pending in moving:
         flat, position = pending.wait(), 0
@@ -41,7 +42,7 @@ def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Nam
             found[part.layer, part.key] = [flat.new_empty(0)] * len(mine)
         for index in sorted(range(len(mine)), key=mine.__getitem__):  # in the order of the group
             for part in owned:
-                end = position + shard_elements(part, len(mine), index)
+                end = position + sent_elements(part, mine, index)
                 found[part.layer, part.key][index] = flat[position:end].to(transport.dtypes[part.layer])
                 position = end
     return found

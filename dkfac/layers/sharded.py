@@ -1,7 +1,7 @@
-"""Layers whose parameters are split over ranks by FSDP2 or HSDP.
+"""Layers whose parameters are split over ranks by FSDP2, HSDP or tensor parallelism.
 
-Input: layers of a model that ``fully_shard`` has changed. Output: the same layers with the parameters as the optimizer
-has them, and how these are split. Owns: nothing.
+Input: layers of a model that ``fully_shard`` or ``parallelize_module`` has changed. Output: the same layers with the
+parameters as the optimizer has them, and how these are split. Owns: nothing.
 
 During forward and backward, FSDP2 gives modules other parameters, which are whole.
 """
@@ -56,11 +56,11 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def mesh_of(name: str, parameter: Tensor) -> Mesh:
-    """Return the global ranks over which FSDP2 or HSDP splits a parameter. Raises for everything else."""
+    """Return the global ranks over which a parameter is split. Raises for what neither FSDP2 nor HSDP does."""
     sharded: Any = parameter
     placements, mesh = sharded.placements, sharded.device_mesh
     kinds = [type(placement).__name__ for placement in placements]
-    if kinds not in (["Shard"], ["Replicate", "Shard"]):
+    if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
         raise RuntimeError(_refusal(name, placements))
     if shard_of(parameter).device.type != mesh.device_type:
         raise RuntimeError(
@@ -71,15 +71,15 @@ def mesh_of(name: str, parameter: Tensor) -> Mesh:
     return tuple(tuple(row) for row in rows)
 
 
-def shard_dim(parameter: Tensor) -> int:
-    """Return the dimension along which a parameter is split."""
+def shard_dim(parameter: Tensor) -> int | None:
+    """Return the dimension along which a parameter is split; None if each rank has all of it."""
     sharded: Any = parameter
-    dim: int = sharded.placements[-1].dim
+    dim: int | None = getattr(sharded.placements[-1], "dim", None) if is_sharded(parameter) else None
     return dim
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise if a parameter is sharded in a way that is not supported."""
+def managed_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that FSDP2 manages. Raises if one is sharded in a way that is not supported."""
     managed: set[int] = set()
     for module in fsdp_modules(model):
         module.reshard()  # after a forward without a backward, the module has whole parameters
@@ -87,27 +87,25 @@ def check_model(model: nn.Module) -> None:
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         managed |= {id(each.sharded_param) for group in groups if group is not None for each in group.fsdp_params}
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
+        if id(parameter) in managed:
             mesh_of(name, parameter)
-            if id(parameter) not in managed:
-                whole: Any = parameter
-                raise RuntimeError(_refusal(name, whole.placements))
+    return managed
 
 
 def _refusal(name: str, placements: Any) -> str:
     return (
-        f"parameter {name!r} is a DTensor with placements {placements} that fully_shard alone did not make: dkfac "
-        f"preconditions parameters that FSDP2 or HSDP shards, and does not support tensor parallelism, alone or with "
-        f"FSDP2; attach K-FAC to a model without parallelize_module"
+        f"parameter {name!r} is a DTensor with placements {placements} that fully_shard alone did not make: dkfac does "
+        f"not support tensor parallelism beside FSDP2; use fully_shard alone, or parallelize_module alone"
     )
 
 
-def hold_shards(layers: Iterable[Layer]) -> list[Layer]:
-    """Return the layers of a sharded model with their parameters as the optimizer has them."""
+def hold_shards(layers: Iterable[Layer], *, by_fsdp: bool) -> list[Layer]:
+    """Return the layers of a sharded model with their parameters as the optimizer has them. ``by_fsdp``: whether FSDP2
+    has to manage all of them; beside tensor parallelism, each rank has all of some."""
     found: list[Layer] = []
     for layer in layers:
         given = (layer.weight, layer.bias)
-        if not all(is_sharded(p) for p in given if p is not None):
+        if by_fsdp and not all(is_sharded(p) for p in given if p is not None):
             raise RuntimeError(
                 f"layer {layer.name!r} is not sharded, but others are, and nothing averages its gradient over ranks: "
                 f"call fully_shard(model) on the whole model too, or skip=[{layer.name!r}]"
@@ -127,7 +125,8 @@ def check_attached(layers: Iterable[Layer]) -> None:
         if now is not None and is_sharded(now) and now is not held:
             raise RuntimeError(
                 f"layer {layer.name!r} was sharded after K-FAC was attached, which made another parameter of its "
-                f"weight. First fully_shard(model), then make the optimizer, then attach: KFAC(model, optimizer)"
+                f"weight. First fully_shard(model) or parallelize_module(model, ...), then make the optimizer, then "
+                f"attach: KFAC(model, optimizer)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are split over ranks (FSDP2, HSDP), and what moves between their shards and the owners of layers.
+"""Parameters that are split over ranks, and what moves between their shards and the owners of layers.
 
 Input: a sharding, and who owns each parameter's layer. Output: sizes of what each rank sends and receives. Owns:
 nothing; plain frozen data, equal on every rank.
@@ -20,7 +20,7 @@ class ShardedParameter:
     """``"weight"`` or ``"bias"``."""
     elements: int
     size: int
-    """Size of the dimension along which it is split."""
+    """Size of the dimension along which it is split; 0: each rank has all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,19 @@ def shard_range(size: int, number: int, index: int) -> tuple[int, int]:
 
 
 def shard_elements(part: Divided, number: int, index: int) -> int:
+    """Return how many elements of a parameter a shard has."""
+    if not part.size:
+        return part.elements
     begin, end = shard_range(part.size, number, index)
     return (end - begin) * (part.elements // part.size)
+
+
+def sent_elements(part: Divided, ranks: Ranks, index: int) -> int:
+    """Return how many elements one of the ranks of a replica sends to the owner, which may be itself. It has all of a
+    parameter that is not split."""
+    if not part.size:
+        return part.elements if ranks[index] == part.owner else 0
+    return shard_elements(part, len(ranks), index)
 
 
 def splits(
@@ -70,15 +81,20 @@ def splits(
     mine = next(ranks for ranks in mesh if rank in ranks)
     index = mine.index(rank)
     gives, takes = dict.fromkeys(group, 0), dict.fromkeys(group, 0)
+    elements = sent_elements if to_owners else _received
     for part in parts:
         if part.owner in mine or not to_owners:
-            gives[part.owner] += shard_elements(part, len(mine), index)
+            gives[part.owner] += elements(part, mine, index)
         if part.owner == rank:
             for replica in (mine,) if to_owners else mesh:
                 for i, holder in enumerate(replica):
-                    takes[holder] += shard_elements(part, len(replica), i)
+                    takes[holder] += elements(part, replica, i)
     pair = list(gives.values()), list(takes.values())
     return pair if to_owners else (pair[1], pair[0])
+
+
+def _received(part: Divided, ranks: Ranks, index: int) -> int:
+    return shard_elements(part, len(ranks), index)
 
 
 def overlap(a: int, b: int, c: int, d: int) -> int:

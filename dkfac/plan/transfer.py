@@ -35,7 +35,7 @@ class Part:
     owner: int = -1
     """The rank that receives it (reductions) or sends it (shares); -1: all."""
     size: int = 1
-    """Of a parameter that is split over ranks: the size of the dimension along which it is."""
+    """Of a parameter that is split over ranks: the size of the dimension along which it is; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

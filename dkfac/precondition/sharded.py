@@ -1,4 +1,4 @@
-"""Precondition gradients whose parameters are sharded over ranks (FSDP2, HSDP): shards, owners, shards.
+"""Precondition gradients whose parameters are split over ranks (FSDP2, tensor parallelism): shards, owners, shards.
 
 Input: each rank's shards of the gradients, and the decompositions in use. Output: its shards of the preconditioned
 gradients, or of the parameters, stepped in place, and a report. Owns: nothing.
@@ -28,6 +28,7 @@ from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.layers.rank_plan import RankPlan
 from dkfac.layers.sharded import check_attached, shard_dim, shard_of
+from dkfac.layers.tensor_parallel import check_gradients
 from dkfac.ops.constants import constant
 from dkfac.ops.fused import finish_
 from dkfac.plan.shards import shard_range
@@ -45,6 +46,7 @@ class ShardNorms(gradient_norms.Norms):
     def __init__(self, parameters: list[Tensor], device: torch.device, ranks: RankPlan, transport: Transport) -> None:
         check_attached(ranks.layers)
         self.parameters = [p for p in parameters if p.grad is not None]
+        check_gradients(self.parameters)
         self.values = gradient_norms.norms([shard_of(p.grad) for p in self.parameters if p.grad is not None], device)
         self._ranks, self._transport = ranks, transport
         self._squares = torch.zeros(0, device=device)
@@ -56,7 +58,10 @@ class ShardNorms(gradient_norms.Norms):
         layer_of = {id(p): index[layer.name] for layer in self._ranks.layers for p in layer.parameters()}
         squares = torch.zeros(last + 1, dtype=torch.float64, device=self.values.device)
         places = tuple(layer_of.get(id(p), last) for p in self.parameters)
-        squares.index_add_(0, constant(places, squares.device, torch.int64), self.values.double().square())
+        number = len(self._ranks.plan.sharding.mesh[0])  # of ranks that have all of a parameter that is not split
+        shares = tuple(number if shard_dim(p) is None else 1 for p in self.parameters)
+        own = self.values.double().square() / constant(shares, squares.device, torch.float64)
+        squares.index_add_(0, constant(places, squares.device, torch.int64), own)
         if found_inf is not None:  # each rank has looked at its own shards
             squares[last] += torch.where(shard_of(found_inf).to(squares.device).reshape(()) != 0, torch.inf, 0.0)
         squares = self._transport.sum_vector("squares", squares) / len(self._ranks.plan.sharding.mesh)
@@ -142,7 +147,7 @@ def _gather(
         p = _parameter(ranks, name)
         dim = shard_dim(p)
         shape = [-1 if i == dim else size for i, size in enumerate(p.shape)]
-        whole[id(p)] = torch.cat([flat.view(shape) for flat in found if flat.numel()], dim)
+        whole[id(p)] = torch.cat([flat.view(shape) for flat in found if flat.numel()], dim or 0)
     return whole
 
 
@@ -177,5 +182,7 @@ def _cut(ranks: RankPlan, name: Name, updates: dict[Name, Tensor]) -> Sequence[T
     if value is None or sharding is None:
         return None
     dim, number = shard_dim(_parameter(ranks, name)), len(sharding.mesh[0])
+    if dim is None:
+        return [value] * number
     ranges = [shard_range(value.shape[dim], number, i) for i in range(number)]
     return [value.narrow(dim, begin, end - begin) for begin, end in ranges]

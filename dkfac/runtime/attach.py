@@ -19,7 +19,7 @@ from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
-from dkfac.layers.sharded import is_sharded, replicas_of
+from dkfac.layers.sharded import fsdp_modules, is_sharded, replicas_of
 from dkfac.plan.plan import Plan
 from dkfac.precondition import adam_eigen
 from dkfac.runtime.levenberg_marquardt import LevenbergMarquardt
@@ -68,6 +68,8 @@ def prepare_attachment(
     optimizer_rules.check_zero(optimizer, chosen.share)
     if replicas_of(layers):
         check_shards(chosen, roles)
+        if not fsdp_modules(inner):
+            check_tensor_parallel(layers, chosen)
     adam_eigen.check_optimizer(optimizer, chosen.curvature, is_sharded=bool(replicas_of(layers)))
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
@@ -128,6 +130,20 @@ def check_shards(settings: Settings, roles: Any) -> None:
         )
     if roles is not None:
         raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
+
+
+def check_tensor_parallel(layers: list[Layer], settings: Settings) -> None:
+    """Raise if tensor parallelism does not go together with other arguments, or with data parallelism."""
+    (ranks,), world_size = replicas_of(layers), groups.world_size()
+    if len(ranks) != world_size:
+        raise RuntimeError(
+            f"tensor parallelism splits parameters over {len(ranks)} of {world_size} ranks: dkfac does not support "
+            f"data parallelism beside it; make the mesh of all ranks"
+        )
+    if settings.strategy == "local":
+        raise ValueError(
+            'strategy="local" with tensor parallelism: an owner cannot measure alone a layer that is split; omit it'
+        )
 
 
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:

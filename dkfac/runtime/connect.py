@@ -146,7 +146,7 @@ def _places(replicas: Mesh, own: groups.Groups) -> Mesh:
 def sharding_of(layers: list[Layer], mesh: Mesh) -> Sharding | None:
     """Return how parameters are split over ranks of K-FAC's group; None if they are not."""
     parameters = [
-        ShardedParameter(layer.name, key, p.numel(), p.shape[shard_dim(p)])
+        ShardedParameter(layer.name, key, p.numel(), 0 if (dim := shard_dim(p)) is None else p.shape[dim])
         for layer in layers if mesh
         for key, p in zip(("weight", "bias"), layer.parameters(), strict=False)
     ]  # fmt: skip

@@ -79,6 +79,21 @@ def test_workers_without_all_shards_are_refused(mesh, strategy):
         plan_of(MESHES[mesh], strategy)
 
 
+def test_a_parameter_that_each_rank_has_goes_to_all_and_comes_from_the_owner():
+    (layer,) = layers(1)
+    plan = make_plan([layer], 3, Choices("sharded", share="shards"))
+    given = (ShardedParameter(layer.name, "weight", 14, 7), ShardedParameter(layer.name, "bias", 7, 0))
+    there, back = expand(replace(plan, sharding=Sharding(((0, 1, 2),), given))).stage("gradients")
+    (owner,) = plan.placement(layer.name).preconditioned_by
+    weight = [6, 6, 2]
+    for rank in range(3):
+        own = 7 if rank == owner else 0
+        assert there.splits(rank)[0] == [weight[rank] + own if to == owner else 0 for to in range(3)]
+        assert back.splits(rank)[1] == [weight[rank] + 7 if by == owner else 0 for by in range(3)]
+    assert there.splits(owner)[1] == [n + 7 * (rank == owner) for rank, n in enumerate(weight)]
+    assert back.splits(owner)[0] == [n + 7 for n in weight]
+
+
 def test_a_plan_with_shards_is_read_back_from_json():
     plan = plan_of(MESHES["two replicas"])
     assert Plan.from_json(plan.to_json()) == plan

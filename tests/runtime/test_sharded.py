@@ -264,10 +264,6 @@ def refusals(rank):
     tell(optimizer="rmsprop")
     tell(share="weights")
     tell(optimizer="sgd", curvature="kfac", damping=LevenbergMarquardt(1e-2), solver="eigen")
-    tell(
-        sharded=False,
-        change=lambda m: parallelize_module(m, init_device_mesh("cpu", (2,)), {"head": ColwiseParallel()}),
-    )
     tell(sharded=False, change=in_two_dimensions)
     tell(then=lambda model, own, kfac: kfac.join_hook())
     tell()
@@ -282,8 +278,7 @@ SAID = [
     "not of RMSprop",
     'require share="gradients"',
     "lm_step needs whole gradients",
-    "does not support tensor parallelism",
-    "does not support tensor parallelism",
+    "does not support tensor parallelism beside FSDP2",
     "FSDP2 itself needs a batch on every rank",
     "nothing",
 ]
