@@ -1,11 +1,16 @@
 """Tensor parallelism (``parallelize_module``): weights after 20 steps equal those of one process."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers_ranks import on_processes
 from helpers_sharded import LENGTH, WORDS, alone, attach, batch, difference, train, whole
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -243,3 +248,55 @@ def test_what_is_not_supported_is_refused_and_a_nan_spoils_nothing():
         assert spoilt == [(set(), 1.0, True)] * 2
         for found, wanted in zip(said, SAID, strict=True):
             assert wanted in found
+
+
+# --- checkpoints, compiled code ----------------------------------------------------------------------------------
+
+
+def resumed(rank, steps, load, save):
+    warnings.simplefilter("ignore")
+    world_size = dist.get_world_size()
+    model = split(build(), init_device_mesh("cpu", (world_size,)))
+    own, kfac = attach(model, "adamw")
+
+    def state_of():
+        model_state, optimizer_state = get_state_dict(model, own)
+        return {"kfac": kfac.state_dict(), "model": model_state, "optimizer": optimizer_state}
+
+    if load:
+        state = state_of()
+        dcp.load(state, checkpoint_id=load)
+        set_state_dict(model, own, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        kfac.load_state_dict(state["kfac"])
+    train(model, "gpt", own, range(*steps))
+    if save:
+        dcp.save(state_of(), checkpoint_id=save)
+    return whole(model)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_four_ranks_to_two_to_one(tmp_path):
+    on_processes(4, resumed, (0, 7), None, str(tmp_path / "four"))
+    on_processes(2, resumed, (7, 13), str(tmp_path / "four"), str(tmp_path / "two"))
+    (found,) = on_processes(1, resumed, (13, 20), str(tmp_path / "two"), None)
+    (straight,) = on_processes(1, resumed, (0, 20), None, None)
+    assert difference(found, straight) < TOLERANCE
+
+
+def compiled(rank):
+    warnings.simplefilter("ignore")
+    found = []
+    for is_split in (False, True):
+        model = build()
+        if is_split:
+            split(model, init_device_mesh("cpu", (2,))).compile(backend="aot_eager")
+        own, kfac = attach(model, "adamw", process_group=None if is_split else alone())
+        train(model, "gpt", own, 10)
+        kfac.close()
+        found.append(whole(model))
+    return difference(*found)
+
+
+@pytest.mark.slow
+def test_compiled_code():
+    assert max(on_processes(2, compiled)) < TOLERANCE
