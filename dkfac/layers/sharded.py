@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dkfac.layers.layer import Layer
+from dkfac.plan.shards import Cuts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,23 +60,36 @@ def mesh_of(name: str, parameter: Tensor) -> Mesh:
     """Return the global ranks over which a parameter is split. Raises for what neither FSDP2 nor HSDP does."""
     sharded: Any = parameter
     placements, mesh = sharded.placements, sharded.device_mesh
-    kinds = [type(placement).__name__ for placement in placements]
-    if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
+    kinds = [type(placement).__name__.lstrip("_") for placement in placements]
+    is_split = kinds in (["Shard", "Shard"], ["StridedShard", "Shard"], ["Shard", "Replicate"])
+    if not is_split and kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
         raise RuntimeError(_refusal(name, placements))
     if shard_of(parameter).device.type != mesh.device_type:
         raise RuntimeError(
             f"parameter {name!r} is offloaded to the {shard_of(parameter).device.type}: dkfac does not support "
             f"CPUOffloadPolicy; leave it out"
         )
-    rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
+    rows = mesh.mesh.reshape(1 if is_split else -1, mesh.size() if is_split else mesh.mesh.shape[-1]).tolist()
     return tuple(tuple(row) for row in rows)
 
 
-def shard_dim(parameter: Tensor) -> int | None:
-    """Return the dimension along which a parameter is split; None if each rank has all of it."""
-    sharded: Any = parameter
-    dim: int | None = getattr(sharded.placements[-1], "dim", None) if is_sharded(parameter) else None
-    return dim
+def grid_of(layers: Iterable[Layer]) -> tuple[int, ...]:
+    """Return the shape of the mesh of one replica: FSDP2 and tensor parallelism together have two dimensions."""
+    sizes: list[int] = []
+    for p in (p for layer in layers for p in layer.parameters() if is_sharded(p)):
+        split: Any = p
+        if len(split.placements) == 2 and hasattr(split.placements[0], "dim"):
+            return tuple(split.device_mesh.mesh.shape)
+        sizes = [split.device_mesh.mesh.shape[-1]]
+    return tuple(sizes)
+
+
+def cuts_of(parameter: Tensor, grid: tuple[int, ...]) -> Cuts:
+    """Return how a parameter is split over the mesh of one replica, which has this shape."""
+    split: Any = parameter
+    dims = [getattr(each, "dim", -1) for each in split.placements] if is_sharded(parameter) else []
+    dims = [*dims[-len(grid) :], *(-1 for _ in grid)]
+    return tuple(zip(dims, grid, strict=False))
 
 
 def managed_parameters(model: nn.Module) -> set[int]:
@@ -94,8 +108,8 @@ def managed_parameters(model: nn.Module) -> set[int]:
 
 def _refusal(name: str, placements: Any) -> str:
     return (
-        f"parameter {name!r} is a DTensor with placements {placements} that fully_shard alone did not make: dkfac does "
-        f"not support tensor parallelism beside FSDP2; use fully_shard alone, or parallelize_module alone"
+        f"parameter {name!r} is a DTensor with placements {placements}: dkfac supports FSDP2, HSDP, and FSDP2 of "
+        f"layers that parallelize_module has split, but no other meshes, such as HSDP beside tensor parallelism"
     )
 
 
@@ -137,6 +151,7 @@ def replicas_of(layers: list[Layer]) -> Mesh:
         for p in layer.parameters():
             if is_sharded(p):
                 found.setdefault(mesh_of(layer.name, p), layer.name)
+    found = {mesh: name for mesh, name in found.items() if not any(_is_column(mesh, other) for other in found)}
     if len(found) > 1:
         (one, name), (other, another) = list(found.items())[:2]
         raise RuntimeError(
@@ -144,3 +159,8 @@ def replicas_of(layers: list[Layer]) -> Mesh:
             f"fully_shard both with one mesh, or attach one KFAC with skip= for each"
         )
     return next(iter(found), ())
+
+
+def _is_column(mesh: Mesh, other: Mesh) -> bool:
+    """Whether ranks are those of one column of a mesh: of a parameter that FSDP2 alone has split."""
+    return len(mesh) == len(other) == 1 and set(mesh[0]) < set(other[0])

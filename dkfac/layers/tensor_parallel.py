@@ -37,13 +37,17 @@ def check_split(model: nn.Module, managed: Iterable[int]) -> list[str]:
     for path, module in model.named_modules():
         before = len(names)
         for key, p in module._parameters.items():
-            if p is None or not is_sharded(p) or id(p) in known:
+            if p is None or not is_sharded(p):
                 continue
             whole: Any = p
+            if id(p) in known and (len(whole.placements) < 2 or not hasattr(whole.placements[0], "dim")):
+                continue  # FSDP2 or HSDP alone
             name = f"{path}.{key}".lstrip(".")
-            placements = [str(placement) for placement in _plain(whole.placements)]
-            if known:
-                _refuse(name, whole.placements, "FSDP2 beside tensor parallelism in one model is not supported")
+            placements = [str(placement) for placement in _plain(whole.placements[-1 if known else 0 :])]
+            if known and id(p) not in known:
+                _refuse(
+                    name, whole.placements, "FSDP2 shards others, but not it: call fully_shard on the whole model too"
+                )
             if not isinstance(module, nn.Linear):
                 what = f"it belongs to a {type(module).__name__}, as with SequenceParallel or a split embedding"
                 _refuse(name, whole.placements, what)

@@ -27,11 +27,11 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.layers.rank_plan import RankPlan
-from dkfac.layers.sharded import check_attached, shard_dim, shard_of
+from dkfac.layers.sharded import check_attached, cuts_of, shard_of
 from dkfac.layers.tensor_parallel import check_gradients
 from dkfac.ops.constants import constant
 from dkfac.ops.fused import finish_
-from dkfac.plan.shards import shard_range
+from dkfac.plan.shards import copies, region
 from dkfac.precondition import adam_eigen, gradient_norms
 from dkfac.precondition.apply import Directions, Preconditioner
 from dkfac.precondition.report import UpdateReport
@@ -58,8 +58,7 @@ class ShardNorms(gradient_norms.Norms):
         layer_of = {id(p): index[layer.name] for layer in self._ranks.layers for p in layer.parameters()}
         squares = torch.zeros(last + 1, dtype=torch.float64, device=self.values.device)
         places = tuple(layer_of.get(id(p), last) for p in self.parameters)
-        number = len(self._ranks.plan.sharding.mesh[0])  # of ranks that have all of a parameter that is not split
-        shares = tuple(number if shard_dim(p) is None else 1 for p in self.parameters)
+        shares = tuple(copies(cuts_of(p, self._ranks.plan.sharding.grid)) for p in self.parameters)
         own = self.values.double().square() / constant(shares, squares.device, torch.float64)
         squares.index_add_(0, constant(places, squares.device, torch.int64), own)
         if found_inf is not None:  # each rank has looked at its own shards
@@ -143,11 +142,14 @@ def _gather(
         return grad + (decay if loss_scale is None else decay * loss_scale.to(decay))
 
     whole: dict[int, Tensor] = {}
+    assert ranks.plan.sharding is not None
     for name, found in shards.to_owners(transport, shard).items():
-        p = _parameter(ranks, name)
-        dim = shard_dim(p)
-        shape = [-1 if i == dim else size for i, size in enumerate(p.shape)]
-        whole[id(p)] = torch.cat([flat.view(shape) for flat in found if flat.numel()], dim or 0)
+        p, given = _parameter(ranks, name), ranks.plan.sharding.by_name[name]
+        whole[id(p)] = value = found[0].new_empty(given.shape)
+        for index, flat in enumerate(found):
+            if flat.numel():
+                part = value[region(given, index)]
+                part.copy_(flat.view(part.shape))
     return whole
 
 
@@ -181,8 +183,5 @@ def _cut(ranks: RankPlan, name: Name, updates: dict[Name, Tensor]) -> Sequence[T
     sharding, value = ranks.plan.sharding, updates.get(name)
     if value is None or sharding is None:
         return None
-    dim, number = shard_dim(_parameter(ranks, name)), len(sharding.mesh[0])
-    if dim is None:
-        return [value] * number
-    ranges = [shard_range(value.shape[dim], number, i) for i in range(number)]
-    return [value.narrow(dim, begin, end - begin) for begin, end in ranges]
+    given = sharding.by_name[name]
+    return [value[region(given, index)] for index in range(len(sharding.mesh[0]))]

@@ -19,7 +19,7 @@ from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
-from dkfac.layers.sharded import fsdp_modules, is_sharded, replicas_of
+from dkfac.layers.sharded import fsdp_modules, grid_of, is_sharded, replicas_of
 from dkfac.plan.plan import Plan
 from dkfac.precondition import adam_eigen
 from dkfac.runtime.levenberg_marquardt import LevenbergMarquardt
@@ -68,8 +68,7 @@ def prepare_attachment(
     optimizer_rules.check_zero(optimizer, chosen.share)
     if replicas_of(layers):
         check_shards(chosen, roles)
-        if not fsdp_modules(inner):
-            check_tensor_parallel(layers, chosen)
+        check_tensor_parallel(layers, chosen, by_fsdp=bool(fsdp_modules(inner)))
     adam_eigen.check_optimizer(optimizer, chosen.curvature, is_sharded=bool(replicas_of(layers)))
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
@@ -132,13 +131,15 @@ def check_shards(settings: Settings, roles: Any) -> None:
         raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
 
 
-def check_tensor_parallel(layers: list[Layer], settings: Settings) -> None:
-    """Raise if tensor parallelism does not go together with other arguments, or with data parallelism."""
-    (ranks,), world_size = replicas_of(layers), groups.world_size()
-    if len(ranks) != world_size:
+def check_tensor_parallel(layers: list[Layer], settings: Settings, *, by_fsdp: bool) -> None:
+    """Raise if tensor parallelism, if there is any, does not go together with other arguments, or with DDP."""
+    if by_fsdp and len(grid_of(layers)) == 1:
+        return
+    number, world_size = len(replicas_of(layers)[0]), groups.world_size()
+    if number != world_size:
         raise RuntimeError(
-            f"tensor parallelism splits parameters over {len(ranks)} of {world_size} ranks: dkfac does not support "
-            f"data parallelism beside it; make the mesh of all ranks"
+            f"tensor parallelism splits parameters over {number} of {world_size} ranks: dkfac does not support "
+            f"other data parallelism beside it than fully_shard; make the mesh of all ranks"
         )
     if settings.strategy == "local":
         raise ValueError(

@@ -143,6 +143,39 @@ def test_checkpointing_and_accumulation(way):
     check(2, ["adaptive-adamw", "kfac"], **way)
 
 
+# --- beside FSDP2 ------------------------------------------------------------------------------------------------
+
+
+def compare_two_dimensions(rank, cases):
+    warnings.simplefilter("ignore")  # the model returns a view, of which FSDP2 warns
+    found, mesh = [], init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "split"))
+    for case in cases:
+        optimizer, options = CASES[case]
+        single = build()
+        own, kfac = attach(single, optimizer, process_group=alone(), **options)
+        train(single, "gpt", own)
+        factors = kfac.factors()
+        kfac.close()
+        model = split(build(), mesh["split"])
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        own, kfac = attach(model, optimizer, **options)
+        train(model, "gpt", own, rank=mesh.get_local_rank("data"), world_size=2)
+        apart = [difference([factors[n][k]], [f]) for n, by_key in kfac.factors().items() for k, f in by_key.items()]
+        kfac.close()
+        found.append((difference(whole(model), whole(single)), max(apart)))
+    return found
+
+
+@pytest.mark.slow
+def test_two_by_two_ranks_of_fsdp2_and_tensor_parallelism_train_like_one_process():
+    for found in on_processes(4, compare_two_dimensions, list(CASES)):
+        for case, (distance, apart) in zip(CASES, found, strict=True):
+            assert distance < TOLERANCE, case
+            assert apart < TOLERANCE, case
+
+
 # --- faults ------------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +260,7 @@ SAID = [
     "belongs to a Embedding, as with SequenceParallel or a split embedding",
     "does not support sequence parallelism",
     "does not support sequence parallelism",
-    "FSDP2 beside tensor parallelism in one model is not supported",
+    "FSDP2 shards others, but not it",
     "splits parameters over 1 of 2 ranks",
     "none of the layers that parallelize_module splits",
     'require share="gradients"',
