@@ -78,7 +78,7 @@ def find_layers(
     its steps. ``meta``: allow the meta device, to plan.
     """
     managed = sharded.managed_parameters(model)
-    split = tensor_parallel.check_split(model, managed)
+    tensor_parallel.check_split(model, managed)
     _refuse_fsdp1(model)
     if not meta and any(p.is_meta for p in model.parameters()):
         raise RuntimeError("the model is on the meta device: materialise it before attaching K-FAC")
@@ -137,11 +137,6 @@ def find_layers(
         names = ", ".join(layer.name for layer in layers[:8])
         raise ValueError(f"skip={missing!r} matches no layer with parameters; the model has {names}, ...")
     is_any = any(sharded.is_sharded(layer.weight) for layer in layers)
-    if split and layers and not is_any:
-        raise RuntimeError(
-            f"K-FAC would step none of the layers that parallelize_module splits, such as the one with {split[0]!r}: "
-            f"remove one of them from skip= or give it to the optimizer, or do without parallelize_module"
-        )
     return sharded.hold_shards(layers, by_fsdp=bool(managed)) if is_any else layers, left
 
 

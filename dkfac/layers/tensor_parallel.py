@@ -30,12 +30,11 @@ def whole_of(tensor: Tensor) -> Tensor:
     return whole.wait() if hasattr(whole, "wait") else whole  # type: ignore[no-any-return]
 
 
-def check_split(model: nn.Module, managed: Iterable[int]) -> list[str]:
-    """Return the names of the parameters that tensor parallelism splits, and raise if it is used in a way that is not
-    supported. ``managed``: ids of FSDP2's parameters."""
-    known, names = set(managed), list[str]()
+def check_split(model: nn.Module, managed: Iterable[int]) -> None:
+    """Raise if tensor parallelism is used in a way that is not supported. ``managed``: ids of FSDP2's parameters."""
+    known = set(managed)
     for path, module in model.named_modules():
-        before = len(names)
+        is_split = False
         for key, p in module._parameters.items():
             if p is None or not is_sharded(p):
                 continue
@@ -53,10 +52,9 @@ def check_split(model: nn.Module, managed: Iterable[int]) -> list[str]:
                 _refuse(name, whole.placements, what)
             if placements not in PLACEMENTS.get(key, ()):
                 _refuse(name, whole.placements, "neither ColwiseParallel nor RowwiseParallel splits it like this")
-            names.append(name)
-        if len(names) > before:
+            is_split = True
+        if is_split:
             _check_layouts(path, module)
-    return names
 
 
 def check_gradients(parameters: Iterable[Tensor]) -> None:

@@ -69,6 +69,11 @@ def prepare_attachment(
     if replicas_of(layers):
         check_shards(chosen, roles)
         check_tensor_parallel(layers, chosen, by_fsdp=bool(fsdp_modules(inner)))
+    elif any(map(is_sharded, inner.parameters())) and not fsdp_modules(inner):
+        raise RuntimeError(
+            "K-FAC would step none of the layers that parallelize_module splits: let it step one (skip=), or attach it "
+            "to a model without parallelize_module"
+        )
     adam_eigen.check_optimizer(optimizer, chosen.curvature, is_sharded=bool(replicas_of(layers)))
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
@@ -114,8 +119,9 @@ def check_parameters(model: nn.Module, trained: Iterable[Tensor] | None) -> None
     if any(map(is_sharded, known.values())) and any(id(p) not in known for p in trained or ()):
         raise RuntimeError(
             "the optimizer has parameters that are not the model's, and lacks some that are: was it made before "
-            "fully_shard(model), or after a forward without a backward, which leaves whole parameters in the model "
-            "(see model.reshard)? First fully_shard(model), then make the optimizer, then KFAC(model, optimizer)"
+            "fully_shard(model) or parallelize_module(model, ...), or after a forward without a backward, which leaves "
+            "whole parameters in the model (see model.reshard)? First split the model, then make the optimizer, then "
+            "KFAC(model, optimizer)"
         )
 
 
@@ -124,11 +130,11 @@ def check_shards(settings: Settings, roles: Any) -> None:
     restrictions.check_combinations(settings, "with shards")
     if isinstance(settings.damping, LevenbergMarquardt):
         raise ValueError(
-            "damping=LevenbergMarquardt(...) with sharded parameters (fully_shard): lm_step needs whole gradients; "
+            "damping=LevenbergMarquardt(...) with parameters that are split over ranks: lm_step needs whole gradients; "
             "give a number or a schedule"
         )
     if roles is not None:
-        raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
+        raise ValueError("roles with parameters that are split over ranks: helpers do not know shards; omit roles")
 
 
 def check_tensor_parallel(layers: list[Layer], settings: Settings, *, by_fsdp: bool) -> None:
@@ -169,7 +175,7 @@ def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
 def check_uneven_inputs(plan: Plan) -> None:
     """Raise if a rank that runs out of batches would be missed by the others."""
     if plan.sharding is not None:
-        raise ValueError("Join with sharded parameters (fully_shard): FSDP2 itself needs a batch on every rank")
+        raise ValueError("Join with parameters that are split over ranks: FSDP2 itself needs a batch on every rank")
     if not plan.shares_no_updates:
         raise ValueError(
             f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "

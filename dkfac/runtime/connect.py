@@ -77,7 +77,7 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
         sharding = sharding_of(layers, _places(replicas, own))
         transport = _agree(specs, settings, choices, own, device, cluster, names, sharding)
         if settings.cuda_graph and sharding is not None:
-            warnings.warn("cuda_graph has no effect with sharded parameters (fully_shard)", stacklevel=3)
+            warnings.warn("cuda_graph has no effect with parameters that are split over ranks", stacklevel=3)
         elif settings.cuda_graph and not transport.plan.shares_no_updates:
             warnings.warn(
                 f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "

@@ -1,5 +1,6 @@
 """Tensor parallelism (``parallelize_module``): weights after 20 steps equal those of one process."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -18,9 +19,12 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
+
+from dkfac import KFAC
 
 CASES = {
     "kfac": ("sgd", {"curvature": "kfac"}),
@@ -143,6 +147,33 @@ def test_checkpointing_and_accumulation(way):
     check(2, ["adaptive-adamw", "kfac"], **way)
 
 
+def uneven(rank):
+    """Outputs that stay DTensors, of a layer whose width the ranks do not divide, and a loss of split outputs."""
+    found, mesh = [], init_device_mesh("cpu", (2,))
+    for is_split in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+        if is_split:
+            first, last = (ColwiseParallel(use_local_output=False) for _ in range(2))
+            parallelize_module(model, mesh, {"0": first, "2": RowwiseParallel(), "4": last})
+        own, kfac = attach(model, "adamw", process_group=None if is_split else alone())
+        for step in range(10):
+            given = torch.Generator().manual_seed(step)
+            x, y = torch.randn(16, 6, generator=given).double(), torch.randint(7, (16,), generator=given)
+            own.zero_grad()
+            with loss_parallel() if is_split else contextlib.nullcontext():
+                F.cross_entropy(model(x), y).backward()
+            own.step()
+        kfac.close()
+        found.append(whole(model))
+    return difference(*found)
+
+
+@pytest.mark.slow
+def test_uneven_parts_and_a_loss_of_split_outputs():
+    assert max(on_processes(2, uneven)) < TOLERANCE
+
+
 # --- beside FSDP2 ------------------------------------------------------------------------------------------------
 
 
@@ -207,14 +238,15 @@ def bad_gradient(rank, mesh):
 def refusals(rank, mesh):
     said = []
 
-    def tell(styles, *, then=None, part=None, change=None, mesh=mesh, **options):
+    def tell(styles, *, then=None, part=None, change=None, mesh=mesh, made_before=False, **options):
         model = build()
+        own = torch.optim.AdamW(model.parameters(), lr=3e-3)
         if change is not None:
             change(model)
         if styles is not None:
             parallelize_module(model if part is None else model.blocks[part], mesh, styles)
         try:
-            own, kfac = attach(model, "adamw", **options)
+            own, kfac = (own, KFAC(model, own)) if made_before else attach(model, "adamw", **options)
         except (RuntimeError, ValueError) as error:
             said.append(str(error))
             return
@@ -250,6 +282,7 @@ def refusals(rank, mesh):
     tell(linear, part=0, share="weights")
     tell(linear, part=0, strategy="local")
     tell(None, then=later)
+    tell(linear, part=0, made_before=True)
     tell(linear, part=0, then=disagrees)
     tell(linear, part=0, then=lambda model, own: train(model, "gpt", own, 2))
     return said
@@ -266,6 +299,7 @@ SAID = [
     'require share="gradients"',
     'strategy="local" with tensor parallelism',
     "was sharded after K-FAC was attached",
+    "was it made before fully_shard(model) or parallelize_module",
     "in 'blocks.0.gate.weight'",
     "nothing",
 ]
