@@ -320,10 +320,14 @@ def test_what_is_not_supported_is_refused_and_a_nan_spoils_nothing():
 # --- checkpoints, compiled code ----------------------------------------------------------------------------------
 
 
-def resumed(rank, steps, load, save):
+def resumed(rank, steps, load, save, by_fsdp=False):
     warnings.simplefilter("ignore")
-    world_size = dist.get_world_size()
-    model = split(build(), init_device_mesh("cpu", (world_size,)))
+    world_size, share = dist.get_world_size(), (0, 1)
+    if by_fsdp:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "split"))
+        model, share = fully_shard(split(build(), mesh["split"]), mesh=mesh["data"]), (mesh.get_local_rank("data"), 2)
+    else:
+        model = split(build(), init_device_mesh("cpu", (world_size,)))
     own, kfac = attach(model, "adamw")
 
     def state_of():
@@ -335,15 +339,16 @@ def resumed(rank, steps, load, save):
         dcp.load(state, checkpoint_id=load)
         set_state_dict(model, own, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         kfac.load_state_dict(state["kfac"])
-    train(model, "gpt", own, range(*steps))
+    train(model, "gpt", own, range(*steps), *share)
     if save:
         dcp.save(state_of(), checkpoint_id=save)
     return whole(model)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_four_ranks_to_two_to_one(tmp_path):
-    on_processes(4, resumed, (0, 7), None, str(tmp_path / "four"))
+@pytest.mark.parametrize("by_fsdp", [False, True])
+def test_a_run_goes_on_from_four_ranks_to_two_to_one(by_fsdp, tmp_path):
+    on_processes(4, resumed, (0, 7), None, str(tmp_path / "four"), by_fsdp)
     on_processes(2, resumed, (7, 13), str(tmp_path / "four"), str(tmp_path / "two"))
     (found,) = on_processes(1, resumed, (13, 20), str(tmp_path / "two"), None)
     (straight,) = on_processes(1, resumed, (0, 20), None, None)
