@@ -13,8 +13,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dkfac.capture.collector import Collector
 from dkfac.capture.hooks import CaptureContext
+from dkfac.capture.split_layers import make_collector
 from dkfac.comm import groups, join
 from dkfac.config import optimizer_rules
 from dkfac.config.settings import Settings
@@ -66,7 +66,7 @@ class KFAC:
         transport, errors = connect.connect(found)
         is_alone = not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
-        self._collector = Collector(self.layers, self.settings, grad_scaler, **how)
+        self._collector = make_collector(self.layers, self.settings, grad_scaler, **how)
         remote = None if roles is None else Remote(roles, self._model)
         self._engine = Engine(self.layers, self.settings, self._collector, notices, transport, errors, remote)
         measured = {name for name, p in self._engine.ranks.placements.items() if transport.rank in p.statistics}

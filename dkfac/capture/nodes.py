@@ -20,6 +20,7 @@ from dkfac.capture import fisher
 from dkfac.capture.collector import Collector
 from dkfac.capture.traceless import CaptureHook
 from dkfac.config.settings import FisherLoss
+from dkfac.layers.tensor_parallel import whole_of
 from dkfac.ops.torch_private import current_autograd_node, preserve_version_counter
 
 COLLECTORS: WeakValueDictionary[int, Collector] = WeakValueDictionary()
@@ -84,7 +85,7 @@ class Capture(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, sizes = ctx.saved_tensors
         examples, terms, handle, index, batch_stats = ctx.call
-        torch.ops.dkfac.record(x, g, TOKEN, sizes, examples, terms, handle, index, batch_stats)
+        torch.ops.dkfac.record(whole_of(x), whole_of(g), TOKEN, sizes, examples, terms, handle, index, batch_stats)
         return g, None, None, None, None, None, None, None
 
 

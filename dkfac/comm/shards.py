@@ -18,7 +18,7 @@ from dkfac.comm.buffers import dtype_of
 from dkfac.comm.collectives import Pending
 from dkfac.comm.packing import Name
 from dkfac.comm.transport import Transport
-from dkfac.plan.shards import shard_elements
+from dkfac.plan.shards import sent_elements, shard_elements
 from dkfac.plan.transfer import Part, Transfer
 
 
@@ -32,7 +32,9 @@ def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Nam
     mine, moving = sharding.replica_of(transport.rank), list[tuple[Transfer, Pending]]()
     for transfer in _ours(transport, "to-owners"):
         parts = [part for _, part in _by_owner(transfer, mine)]
-        moving.append((transfer, _exchange(transport, transfer, [shard((p.layer, p.key)) for p in parts])))
+        index = mine.index(transport.rank)
+        sent = [shard((p.layer, p.key)) for p in parts if sent_elements(p, mine, index)]
+        moving.append((transfer, _exchange(transport, transfer, sent)))
     found: dict[Name, list[Tensor]] = {}
     for transfer, pending in moving:
         flat, position = pending.wait(), 0
@@ -41,7 +43,7 @@ def to_owners(transport: Transport, shard: Callable[[Name], Tensor]) -> dict[Nam
             found[part.layer, part.key] = [flat.new_empty(0)] * len(mine)
         for index in sorted(range(len(mine)), key=mine.__getitem__):  # in the order of the group
             for part in owned:
-                end = position + shard_elements(part, len(mine), index)
+                end = position + sent_elements(part, mine, index)
                 found[part.layer, part.key][index] = flat[position:end].to(transport.dtypes[part.layer])
                 position = end
     return found
@@ -56,7 +58,7 @@ def to_shards(transport: Transport, pieces: Callable[[Name], Sequence[Tensor] | 
         given = {(p.layer, p.key): pieces((p.layer, p.key)) for p in sharding.parameters}
         return {name: found[0].reshape(-1) for name, found in given.items() if found is not None}
     moving, index_of = list[tuple[Transfer, Pending]](), {r: i for ranks in sharding.mesh for i, r in enumerate(ranks)}
-    mine, found = sharding.replica_of(transport.rank), dict[Name, Tensor]()
+    found: dict[Name, Tensor] = {}
     for transfer in _ours(transport, "to-shards"):
         owned = [part for part in transfer.parts if part.owner == transport.rank]
         values = [(part, pieces((part.layer, part.key))) for part in owned]
@@ -64,13 +66,13 @@ def to_shards(transport: Transport, pieces: Callable[[Name], Sequence[Tensor] | 
         for holder in transfer.group:
             index = index_of[holder]
             for part, shards in values:
-                elements = shard_elements(part, len(mine), index)
+                elements = shard_elements(part, index)
                 sent.append(torch.zeros(elements, device=transport.device) if shards is None else shards[index])
         moving.append((transfer, _exchange(transport, transfer, sent)))
     for transfer, pending in moving:
         flat, position = pending.wait(), 0
         for _, part in _by_owner(transfer, transfer.group):
-            end = position + shard_elements(part, len(mine), index_of[transport.rank])
+            end = position + shard_elements(part, index_of[transport.rank])
             found[part.layer, part.key] = flat[position:end].to(transport.dtypes[part.layer])
             position = end
     return found

@@ -206,7 +206,7 @@ RESTRICTIONS: tuple[Restriction, ...] = (
         ("share", "overlap", "staleness", "wire_form", "fisher"),
         lambda s: s.share == "weights" or s.experimental.overlap or s.experimental.staleness != "fixed"
         or s.experimental.wire_form == "rows" or s.fisher != "empirical",
-        'sharded parameters (fully_shard) require share="gradients", overlap=False, staleness="fixed", '
+        'parameters that are split over ranks require share="gradients", overlap=False, staleness="fixed", '
         'wire_form="sums" and fisher="empirical": omit these settings',
         "with shards",
     ),

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from dkfac.config.optimizer_rules import Rule, share_state
 from dkfac.config.settings import Settings
-from dkfac.layers import sharded
+from dkfac.layers import sharded, tensor_parallel
 from dkfac.layers.conv import TRANSPOSED
 from dkfac.layers.kinds import KINDS, build_layer, channels_after, form_reason, kind_of
 from dkfac.layers.layer import Layer, cut_factors
@@ -77,7 +77,8 @@ def find_layers(
     ``trained``: the optimizer's parameters; None: all that require grad. ``rules``: the optimizer's, if K-FAC takes
     its steps. ``meta``: allow the meta device, to plan.
     """
-    sharded.check_model(model)
+    managed = sharded.managed_parameters(model)
+    tensor_parallel.check_split(model, managed)
     _refuse_fsdp1(model)
     if not meta and any(p.is_meta for p in model.parameters()):
         raise RuntimeError("the model is on the meta device: materialise it before attaching K-FAC")
@@ -136,7 +137,7 @@ def find_layers(
         names = ", ".join(layer.name for layer in layers[:8])
         raise ValueError(f"skip={missing!r} matches no layer with parameters; the model has {names}, ...")
     is_any = any(sharded.is_sharded(layer.weight) for layer in layers)
-    return sharded.hold_shards(layers) if is_any else layers, left
+    return sharded.hold_shards(layers, by_fsdp=bool(managed)) if is_any else layers, left
 
 
 def _reason(module: nn.Module, use: Use, allowed: set[int] | None) -> str | None:

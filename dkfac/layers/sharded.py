@@ -1,7 +1,7 @@
-"""Layers whose parameters are split over ranks by FSDP2 or HSDP.
+"""Layers whose parameters are split over ranks by FSDP2, HSDP or tensor parallelism.
 
-Input: layers of a model that ``fully_shard`` has changed. Output: the same layers with the parameters as the optimizer
-has them, and how these are split. Owns: nothing.
+Input: layers of a model that ``fully_shard`` or ``parallelize_module`` has changed. Output: the same layers with the
+parameters as the optimizer has them, and how these are split. Owns: nothing.
 
 During forward and backward, FSDP2 gives modules other parameters, which are whole.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dkfac.layers.layer import Layer
+from dkfac.plan.shards import Cuts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,30 +57,43 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def mesh_of(name: str, parameter: Tensor) -> Mesh:
-    """Return the global ranks over which FSDP2 or HSDP splits a parameter. Raises for everything else."""
+    """Return the global ranks over which a parameter is split. Raises for what neither FSDP2 nor HSDP does."""
     sharded: Any = parameter
     placements, mesh = sharded.placements, sharded.device_mesh
-    kinds = [type(placement).__name__ for placement in placements]
-    if kinds not in (["Shard"], ["Replicate", "Shard"]):
+    kinds = [type(placement).__name__.lstrip("_") for placement in placements]
+    is_split = kinds in (["Shard", "Shard"], ["StridedShard", "Shard"], ["Shard", "Replicate"])
+    if not is_split and kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
         raise RuntimeError(_refusal(name, placements))
     if shard_of(parameter).device.type != mesh.device_type:
         raise RuntimeError(
             f"parameter {name!r} is offloaded to the {shard_of(parameter).device.type}: dkfac does not support "
             f"CPUOffloadPolicy; leave it out"
         )
-    rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
+    rows = mesh.mesh.reshape(1 if is_split else -1, mesh.size() if is_split else mesh.mesh.shape[-1]).tolist()
     return tuple(tuple(row) for row in rows)
 
 
-def shard_dim(parameter: Tensor) -> int:
-    """Return the dimension along which a parameter is split."""
-    sharded: Any = parameter
-    dim: int = sharded.placements[-1].dim
-    return dim
+def grid_of(layers: Iterable[Layer]) -> tuple[int, ...]:
+    """Return the shape of the mesh of one replica: FSDP2 and tensor parallelism together have two dimensions."""
+    sizes: list[int] = []
+    for p in (p for layer in layers for p in layer.parameters() if is_sharded(p)):
+        split: Any = p
+        if len(split.placements) == 2 and hasattr(split.placements[0], "dim"):
+            return tuple(split.device_mesh.mesh.shape)
+        sizes = [split.device_mesh.mesh.shape[-1]]
+    return tuple(sizes)
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise if a parameter is sharded in a way that is not supported."""
+def cuts_of(parameter: Tensor, grid: tuple[int, ...]) -> Cuts:
+    """Return how a parameter is split over the mesh of one replica, which has this shape."""
+    split: Any = parameter
+    dims = [getattr(each, "dim", -1) for each in split.placements] if is_sharded(parameter) else []
+    dims = [*dims[-len(grid) :], *(-1 for _ in grid)]
+    return tuple(zip(dims, grid, strict=False))
+
+
+def managed_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that FSDP2 manages. Raises if one is sharded in a way that is not supported."""
     managed: set[int] = set()
     for module in fsdp_modules(model):
         module.reshard()  # after a forward without a backward, the module has whole parameters
@@ -87,27 +101,25 @@ def check_model(model: nn.Module) -> None:
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         managed |= {id(each.sharded_param) for group in groups if group is not None for each in group.fsdp_params}
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
+        if id(parameter) in managed:
             mesh_of(name, parameter)
-            if id(parameter) not in managed:
-                whole: Any = parameter
-                raise RuntimeError(_refusal(name, whole.placements))
+    return managed
 
 
 def _refusal(name: str, placements: Any) -> str:
     return (
-        f"parameter {name!r} is a DTensor with placements {placements} that fully_shard alone did not make: dkfac "
-        f"preconditions parameters that FSDP2 or HSDP shards, and does not support tensor parallelism, alone or with "
-        f"FSDP2; attach K-FAC to a model without parallelize_module"
+        f"parameter {name!r} is a DTensor with placements {placements}: dkfac supports FSDP2, HSDP, and FSDP2 of "
+        f"layers that parallelize_module has split, but no other meshes, such as HSDP beside tensor parallelism"
     )
 
 
-def hold_shards(layers: Iterable[Layer]) -> list[Layer]:
-    """Return the layers of a sharded model with their parameters as the optimizer has them."""
+def hold_shards(layers: Iterable[Layer], *, by_fsdp: bool) -> list[Layer]:
+    """Return the layers of a sharded model with their parameters as the optimizer has them. ``by_fsdp``: whether FSDP2
+    has to manage all of them; beside tensor parallelism, each rank has all of some."""
     found: list[Layer] = []
     for layer in layers:
         given = (layer.weight, layer.bias)
-        if not all(is_sharded(p) for p in given if p is not None):
+        if by_fsdp and not all(is_sharded(p) for p in given if p is not None):
             raise RuntimeError(
                 f"layer {layer.name!r} is not sharded, but others are, and nothing averages its gradient over ranks: "
                 f"call fully_shard(model) on the whole model too, or skip=[{layer.name!r}]"
@@ -127,7 +139,8 @@ def check_attached(layers: Iterable[Layer]) -> None:
         if now is not None and is_sharded(now) and now is not held:
             raise RuntimeError(
                 f"layer {layer.name!r} was sharded after K-FAC was attached, which made another parameter of its "
-                f"weight. First fully_shard(model), then make the optimizer, then attach: KFAC(model, optimizer)"
+                f"weight. First fully_shard(model) or parallelize_module(model, ...), then make the optimizer, then "
+                f"attach: KFAC(model, optimizer)"
             )
 
 
@@ -138,6 +151,7 @@ def replicas_of(layers: list[Layer]) -> Mesh:
         for p in layer.parameters():
             if is_sharded(p):
                 found.setdefault(mesh_of(layer.name, p), layer.name)
+    found = {mesh: name for mesh, name in found.items() if not any(_is_column(mesh, other) for other in found)}
     if len(found) > 1:
         (one, name), (other, another) = list(found.items())[:2]
         raise RuntimeError(
@@ -145,3 +159,8 @@ def replicas_of(layers: list[Layer]) -> Mesh:
             f"fully_shard both with one mesh, or attach one KFAC with skip= for each"
         )
     return next(iter(found), ())
+
+
+def _is_column(mesh: Mesh, other: Mesh) -> bool:
+    """Whether ranks are those of one column of a mesh: of a parameter that FSDP2 alone has split."""
+    return len(mesh) == len(other) == 1 and set(mesh[0]) < set(other[0])

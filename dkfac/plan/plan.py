@@ -276,4 +276,7 @@ def _sharding(body: dict[str, Any] | None) -> Sharding | None:
     if body is None:
         return None
     mesh = tuple(tuple(ranks) for ranks in body["mesh"])
-    return Sharding(mesh, tuple(ShardedParameter(**parameter) for parameter in body["parameters"]))
+    parameters = [
+        {**each, "shape": tuple(each["shape"]), "cuts": tuple(map(tuple, each["cuts"]))} for each in body["parameters"]
+    ]
+    return Sharding(mesh, tuple(ShardedParameter(**each) for each in parameters))

@@ -201,7 +201,7 @@ def _sharded(plan: Plan, sharding: shards.Sharding, how: How, rank: int | None) 
     for p in sharding.parameters:
         dtype = dtypes[p.layer] if plan.wire_dtype is None else gradient_dtype(plan.wire_dtype)
         for worker, group in plan.served(plan.placement(p.layer), rank):
-            grouped.setdefault((group, dtype), []).append(Part(p.layer, p.key, p.elements, worker, p.size))
+            grouped.setdefault((group, dtype), []).append(Part(p.layer, p.key, p.elements, worker, p.shape, p.cuts))
     for (group, dtype), parts in grouped.items():
         yield Transfer("gradients", how, group, dtype, tuple(parts), mesh=sharding.within(group))
 

@@ -34,8 +34,9 @@ class Part:
     elements: int
     owner: int = -1
     """The rank that receives it (reductions) or sends it (shares); -1: all."""
-    size: int = 1
-    """Of a parameter that is split over ranks: the size of the dimension along which it is."""
+    shape: tuple[int, ...] = ()
+    cuts: shards.Cuts = ()
+    """How a parameter is split over ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ def check_optimizer(optimizer: Any, curvature: str, *, is_sharded: bool = False)
     """Raise if the optimizer is not supported. ``is_sharded``: whether parameters are split over ranks."""
     if curvature == "adaptive" and is_sharded and length_of(optimizer) == "measured":
         raise TypeError(
-            f'curvature="adaptive" with sharded parameters (fully_shard) knows the length of a step of SGD, Adam and '
-            f"AdamW (of torch.optim, without dampening and amsgrad), not of {type(optimizer).__name__}: use one of "
+            f'curvature="adaptive" with parameters that are split over ranks knows the length of a step of SGD, Adam '
+            f"and AdamW (of torch.optim, without dampening and amsgrad), not of {type(optimizer).__name__}: use one of "
             f'these, or curvature="kfac"'
         )
     if curvature == "adaptive" and optimizer is None:

@@ -1,4 +1,4 @@
-"""Precondition gradients whose parameters are sharded over ranks (FSDP2, HSDP): shards, owners, shards.
+"""Precondition gradients whose parameters are split over ranks (FSDP2, tensor parallelism): shards, owners, shards.
 
 Input: each rank's shards of the gradients, and the decompositions in use. Output: its shards of the preconditioned
 gradients, or of the parameters, stepped in place, and a report. Owns: nothing.
@@ -27,10 +27,11 @@ from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.layers.layer import Layer, split_grad
 from dkfac.layers.rank_plan import RankPlan
-from dkfac.layers.sharded import check_attached, shard_dim, shard_of
+from dkfac.layers.sharded import check_attached, cuts_of, shard_of
+from dkfac.layers.tensor_parallel import check_gradients
 from dkfac.ops.constants import constant
 from dkfac.ops.fused import finish_
-from dkfac.plan.shards import shard_range
+from dkfac.plan.shards import copies, region
 from dkfac.precondition import adam_eigen, gradient_norms
 from dkfac.precondition.apply import Directions, Preconditioner
 from dkfac.precondition.report import UpdateReport
@@ -45,6 +46,7 @@ class ShardNorms(gradient_norms.Norms):
     def __init__(self, parameters: list[Tensor], device: torch.device, ranks: RankPlan, transport: Transport) -> None:
         check_attached(ranks.layers)
         self.parameters = [p for p in parameters if p.grad is not None]
+        check_gradients(self.parameters)
         self.values = gradient_norms.norms([shard_of(p.grad) for p in self.parameters if p.grad is not None], device)
         self._ranks, self._transport = ranks, transport
         self._squares = torch.zeros(0, device=device)
@@ -56,7 +58,9 @@ class ShardNorms(gradient_norms.Norms):
         layer_of = {id(p): index[layer.name] for layer in self._ranks.layers for p in layer.parameters()}
         squares = torch.zeros(last + 1, dtype=torch.float64, device=self.values.device)
         places = tuple(layer_of.get(id(p), last) for p in self.parameters)
-        squares.index_add_(0, constant(places, squares.device, torch.int64), self.values.double().square())
+        shares = tuple(copies(cuts_of(p, self._ranks.plan.sharding.grid)) for p in self.parameters)
+        own = self.values.double().square() / constant(shares, squares.device, torch.float64)
+        squares.index_add_(0, constant(places, squares.device, torch.int64), own)
         if found_inf is not None:  # each rank has looked at its own shards
             squares[last] += torch.where(shard_of(found_inf).to(squares.device).reshape(()) != 0, torch.inf, 0.0)
         squares = self._transport.sum_vector("squares", squares) / len(self._ranks.plan.sharding.mesh)
@@ -138,11 +142,14 @@ def _gather(
         return grad + (decay if loss_scale is None else decay * loss_scale.to(decay))
 
     whole: dict[int, Tensor] = {}
+    assert ranks.plan.sharding is not None
     for name, found in shards.to_owners(transport, shard).items():
-        p = _parameter(ranks, name)
-        dim = shard_dim(p)
-        shape = [-1 if i == dim else size for i, size in enumerate(p.shape)]
-        whole[id(p)] = torch.cat([flat.view(shape) for flat in found if flat.numel()], dim)
+        p, given = _parameter(ranks, name), ranks.plan.sharding.by_name[name]
+        whole[id(p)] = value = found[0].new_empty(given.shape)
+        for index, flat in enumerate(found):
+            if flat.numel():
+                part = value[region(given, index)]
+                part.copy_(flat.view(part.shape))
     return whole
 
 
@@ -176,6 +183,5 @@ def _cut(ranks: RankPlan, name: Name, updates: dict[Name, Tensor]) -> Sequence[T
     sharding, value = ranks.plan.sharding, updates.get(name)
     if value is None or sharding is None:
         return None
-    dim, number = shard_dim(_parameter(ranks, name)), len(sharding.mesh[0])
-    ranges = [shard_range(value.shape[dim], number, i) for i in range(number)]
-    return [value.narrow(dim, begin, end - begin) for begin, end in ranges]
+    given = sharding.by_name[name]
+    return [value[region(given, index)] for index in range(len(sharding.mesh[0]))]

@@ -19,7 +19,7 @@ from dkfac.config.resolve import choose_settings
 from dkfac.config.settings import Settings
 from dkfac.layers.find import Left, find_layers, unwrap
 from dkfac.layers.layer import Layer
-from dkfac.layers.sharded import is_sharded, replicas_of
+from dkfac.layers.sharded import fsdp_modules, grid_of, is_sharded, replicas_of
 from dkfac.plan.plan import Plan
 from dkfac.precondition import adam_eigen
 from dkfac.runtime.levenberg_marquardt import LevenbergMarquardt
@@ -68,6 +68,12 @@ def prepare_attachment(
     optimizer_rules.check_zero(optimizer, chosen.share)
     if replicas_of(layers):
         check_shards(chosen, roles)
+        check_tensor_parallel(layers, chosen, by_fsdp=bool(fsdp_modules(inner)))
+    elif any(map(is_sharded, inner.parameters())) and not fsdp_modules(inner):
+        raise RuntimeError(
+            "K-FAC would step none of the layers that parallelize_module splits: let it step one (skip=), or attach it "
+            "to a model without parallelize_module"
+        )
     adam_eigen.check_optimizer(optimizer, chosen.curvature, is_sharded=bool(replicas_of(layers)))
     return Prepared(inner, optimizer, group, chosen, layers, left)
 
@@ -113,8 +119,9 @@ def check_parameters(model: nn.Module, trained: Iterable[Tensor] | None) -> None
     if any(map(is_sharded, known.values())) and any(id(p) not in known for p in trained or ()):
         raise RuntimeError(
             "the optimizer has parameters that are not the model's, and lacks some that are: was it made before "
-            "fully_shard(model), or after a forward without a backward, which leaves whole parameters in the model "
-            "(see model.reshard)? First fully_shard(model), then make the optimizer, then KFAC(model, optimizer)"
+            "fully_shard(model) or parallelize_module(model, ...), or after a forward without a backward, which leaves "
+            "whole parameters in the model (see model.reshard)? First split the model, then make the optimizer, then "
+            "KFAC(model, optimizer)"
         )
 
 
@@ -123,11 +130,27 @@ def check_shards(settings: Settings, roles: Any) -> None:
     restrictions.check_combinations(settings, "with shards")
     if isinstance(settings.damping, LevenbergMarquardt):
         raise ValueError(
-            "damping=LevenbergMarquardt(...) with sharded parameters (fully_shard): lm_step needs whole gradients; "
+            "damping=LevenbergMarquardt(...) with parameters that are split over ranks: lm_step needs whole gradients; "
             "give a number or a schedule"
         )
     if roles is not None:
-        raise ValueError("roles with sharded parameters (fully_shard): helpers do not know shards; omit roles")
+        raise ValueError("roles with parameters that are split over ranks: helpers do not know shards; omit roles")
+
+
+def check_tensor_parallel(layers: list[Layer], settings: Settings, *, by_fsdp: bool) -> None:
+    """Raise if tensor parallelism, if there is any, does not go together with other arguments, or with DDP."""
+    if by_fsdp and len(grid_of(layers)) == 1:
+        return
+    number, world_size = len(replicas_of(layers)[0]), groups.world_size()
+    if number != world_size:
+        raise RuntimeError(
+            f"tensor parallelism splits parameters over {number} of {world_size} ranks: dkfac does not support "
+            f"other data parallelism beside it than fully_shard; make the mesh of all ranks"
+        )
+    if settings.strategy == "local":
+        raise ValueError(
+            'strategy="local" with tensor parallelism: an owner cannot measure alone a layer that is split; omit it'
+        )
 
 
 def check_layers(layers: list[Layer], left: list[Left], attached: Container[nn.Module]) -> None:
@@ -152,7 +175,7 @@ def choose_group(model: nn.Module, process_group: Any, roles: Any) -> Any:
 def check_uneven_inputs(plan: Plan) -> None:
     """Raise if a rank that runs out of batches would be missed by the others."""
     if plan.sharding is not None:
-        raise ValueError("Join with sharded parameters (fully_shard): FSDP2 itself needs a batch on every rank")
+        raise ValueError("Join with parameters that are split over ranks: FSDP2 itself needs a batch on every rank")
     if not plan.shares_no_updates:
         raise ValueError(
             f"strategy={plan.strategy!r} has layers preconditioned by ranks that may run out of batches, and then "

@@ -22,7 +22,7 @@ from dkfac.comm.transport import Transport
 from dkfac.config.restrictions import check_combinations
 from dkfac.config.settings import SCHEDULES, Settings
 from dkfac.layers.layer import Layer
-from dkfac.layers.sharded import Mesh, replicas_of, shard_dim
+from dkfac.layers.sharded import Mesh, cuts_of, grid_of, replicas_of
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.preset import load_cluster
@@ -77,7 +77,7 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
         sharding = sharding_of(layers, _places(replicas, own))
         transport = _agree(specs, settings, choices, own, device, cluster, names, sharding)
         if settings.cuda_graph and sharding is not None:
-            warnings.warn("cuda_graph has no effect with sharded parameters (fully_shard)", stacklevel=3)
+            warnings.warn("cuda_graph has no effect with parameters that are split over ranks", stacklevel=3)
         elif settings.cuda_graph and not transport.plan.shares_no_updates:
             warnings.warn(
                 f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
@@ -145,8 +145,9 @@ def _places(replicas: Mesh, own: groups.Groups) -> Mesh:
 
 def sharding_of(layers: list[Layer], mesh: Mesh) -> Sharding | None:
     """Return how parameters are split over ranks of K-FAC's group; None if they are not."""
+    grid = grid_of(layers)
     parameters = [
-        ShardedParameter(layer.name, key, p.numel(), p.shape[shard_dim(p)])
+        ShardedParameter(layer.name, key, tuple(p.shape), cuts_of(p, grid))
         for layer in layers if mesh
         for key, p in zip(("weight", "bias"), layer.parameters(), strict=False)
     ]  # fmt: skip

@@ -55,7 +55,7 @@ def take(
 ) -> None:
     """Precondition and step; with a Levenberg-Marquardt damping, adapt it every few steps."""
     if transport.plan.sharding is not None:
-        raise RuntimeError("quadratic_step needs whole parameters, which fully_shard splits: use optimizer.step()")
+        raise RuntimeError("quadratic_step needs whole parameters, not shards: use optimizer.step()")
     with warnings.catch_warnings():  # from the import of torch's forward-mode rules
         warnings.simplefilter("ignore", DeprecationWarning)
         load_forward_mode_formulas()

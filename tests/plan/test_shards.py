@@ -9,7 +9,7 @@ import torch
 from dkfac.plan.make import Choices, make_plan
 from dkfac.plan.plan import Plan
 from dkfac.plan.program import expand
-from dkfac.plan.shards import ShardedParameter, Sharding, shard_range
+from dkfac.plan.shards import ShardedParameter, Sharding, copies, region, sent_elements, shard_elements, shard_range
 from dkfac.plan.spec import FactorSpec, LayerSpec
 from dkfac.plan.transfer import Part, Transfer
 
@@ -31,8 +31,9 @@ def layers(number=5):
 
 def plan_of(mesh, strategy="sharded", number=5):
     given = layers(number)
-    parameters = [ShardedParameter(la.name, "weight", (i + 2) * (7 - i), 7 - i) for i, la in enumerate(given)]
-    parameters += [ShardedParameter(la.name, "bias", 7 - i, 7 - i) for i, la in enumerate(given)]
+    cuts = ((0, len(mesh[0])),)
+    parameters = [ShardedParameter(la.name, "weight", (7 - i, i + 2), cuts) for i, la in enumerate(given)]
+    parameters += [ShardedParameter(la.name, "bias", (7 - i,), cuts) for i, la in enumerate(given)]
     world_size = sum(map(len, mesh))
     plan = make_plan(given, world_size, Choices(strategy, share="shards"))
     return replace(plan, sharding=Sharding(mesh, tuple(parameters)))
@@ -77,6 +78,42 @@ def test_each_replica_with_a_worker_of_its_own_talks_to_itself():
 def test_workers_without_all_shards_are_refused(mesh, strategy):
     with pytest.raises(ValueError, match=r"use strategy=\"sharded\" or \"mem-opt\""):
         plan_of(MESHES[mesh], strategy)
+
+
+def test_a_parameter_that_each_rank_has_goes_to_all_and_comes_from_the_owner():
+    (layer,) = layers(1)
+    plan = make_plan([layer], 3, Choices("sharded", share="shards"))
+    weight = ShardedParameter(layer.name, "weight", (7, 2), ((0, 3),))
+    given = (weight, ShardedParameter(layer.name, "bias", (7,), ((-1, 3),)))
+    there, back = expand(replace(plan, sharding=Sharding(((0, 1, 2),), given))).stage("gradients")
+    (owner,) = plan.placement(layer.name).preconditioned_by
+    widths = [6, 6, 2]
+    for rank in range(3):
+        own = 7 if rank == owner else 0
+        assert there.splits(rank)[0] == [widths[rank] + own if to == owner else 0 for to in range(3)]
+        assert back.splits(rank)[1] == [widths[rank] + 7 if by == owner else 0 for by in range(3)]
+    assert there.splits(owner)[1] == [n + 7 * (rank == owner) for rank, n in enumerate(widths)]
+    assert back.splits(owner)[0] == [n + 7 for n in widths]
+
+
+@pytest.mark.parametrize("cuts", [((0, 2), (0, 3)), ((0, 2), (1, 3)), ((1, 3), (-1, 2)), ((-1, 2), (1, 3))])
+def test_regions_cover_a_parameter_and_one_of_equal_copies_is_sent(cuts):
+    given = Part("l", "weight", 77, 4, (7, 11), cuts)
+    seen, ranks = torch.zeros(7, 11), tuple(range(6))
+    for index in ranks:
+        seen[region(given, index)] += 1
+        assert seen[region(given, index)].numel() == shard_elements(given, index)
+    assert (seen == copies(cuts)).all()
+    assert sum(sent_elements(given, ranks, index) for index in ranks) == 77
+
+
+def test_parts_of_parts_are_those_of_torch():
+    """Tensor parallelism splits first, then FSDP2."""
+    given, whole = Part("l", "weight", 77, 0, (7, 11), ((0, 2), (0, 3))), torch.arange(77.0).view(7, 11)
+    for index in range(6):
+        outer, inner = divmod(index, 3)
+        parts = whole.chunk(3)[inner].chunk(2)
+        assert torch.equal(whole[region(given, index)], parts[outer] if outer < len(parts) else whole[:0])
 
 
 def test_a_plan_with_shards_is_read_back_from_json():

@@ -252,10 +252,10 @@ def refusals(rank):
         shard(model)
         train(model, "gpt", own, 1, rank, 2)
 
-    def in_two_dimensions(model):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    def in_three_dimensions(model):
+        mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("replicas", "shards", "tensor"))
         parallelize_module(model.blocks[0], mesh["tensor"], {"up": ColwiseParallel()})
-        fully_shard(model, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["replicas", "shards"])
 
     tell(sharded=False, then=later)
     tell(optimizer="old")
@@ -264,11 +264,7 @@ def refusals(rank):
     tell(optimizer="rmsprop")
     tell(share="weights")
     tell(optimizer="sgd", curvature="kfac", damping=LevenbergMarquardt(1e-2), solver="eigen")
-    tell(
-        sharded=False,
-        change=lambda m: parallelize_module(m, init_device_mesh("cpu", (2,)), {"head": ColwiseParallel()}),
-    )
-    tell(sharded=False, change=in_two_dimensions)
+    tell(sharded=False, change=in_three_dimensions)
     tell(then=lambda model, own, kfac: kfac.join_hook())
     tell()
     return said
@@ -282,8 +278,7 @@ SAID = [
     "not of RMSprop",
     'require share="gradients"',
     "lm_step needs whole gradients",
-    "does not support tensor parallelism",
-    "does not support tensor parallelism",
+    "no other meshes, such as HSDP beside tensor parallelism",
     "FSDP2 itself needs a batch on every rank",
     "nothing",
 ]
