@@ -3,13 +3,18 @@
 ``torchrun --nproc-per-node P benchmarks/sharded_memory.py`` prints a row of the table in docs/distributed.md: in MiB,
 on the rank that has most, K-FAC's state, the statistics of a measured step, and the largest sum of tensors that live at
 once within ``optimizer.step()``: of a step that neither measures nor refreshes, and of one that does both.
+Intervals are three steps, so that six steps have both kinds; all else is default. ``--out`` adds the row to a JSON.
 """
 
+import argparse
+import json
+import pathlib
 import weakref
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from environment import write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +69,9 @@ class Block(nn.Module):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="JSON, as benchmarks/results/sharded_memory_cpu.json; default: print only")
+    given = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -94,6 +102,13 @@ def main():
     if rank == 0:
         state, sums, usual, refresh = (mine / MIB).tolist()
         print(f"| {world_size} | {4 * elements / MIB:.1f} | {state:.1f} | {usual:.1f} | {sums:.1f} | {refresh:.1f} |")
+        if given.out:
+            path = pathlib.Path(given.out)
+            rows = json.loads(path.read_text())["rows"] if path.exists() else []
+            row = {"ranks": world_size, "parameters": 4 * elements / MIB, "state": state, "ordinary_step": usual}
+            row |= {"statistics": sums, "refreshing_step": refresh}
+            rows = [r for r in rows if r["ranks"] != world_size] + [{k: round(v, 2) for k, v in row.items()}]
+            write(path, {"unit": "MiB", "rows": rows})
     kfac.close()
     dist.destroy_process_group()
 

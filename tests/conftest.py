@@ -35,7 +35,7 @@ LONG = [
     "runtime/test_parity_processes",
     "runtime/test_sharded",
     "state/test_checkpoint_ranks",
-    "state/test_shards",
+    "state/test_saved_parts",
     "state/test_state",
     "tools/test_cli",
     "tools/test_compare_paths",

@@ -1,4 +1,4 @@
-"""A program: the ordered transfers of a step that follow from a plan. The same tuple on every rank.
+"""A program: the ordered transfers of a step that follow from a plan. Every rank has the same, or its own part of it.
 
 Input: a plan. Output: its transfers, with their buffers and bytes. Owns: nothing; plain frozen data.
 """
