@@ -2,9 +2,11 @@
 
 Each case is trained by the optimizer alone and by the same optimizer with K-FAC, in blocks of steps that take turns, on
 one random batch: the benchmark measures step time, not learning. Reported, relative to the optimizer alone in the same
-blocks: the mean of the first ``--first`` steps (with and without those listed apart), the mean of the later ones, and
-K-FAC's longest step relative to its median one, without step 0 and without steps that captured a CUDA graph, which are
-listed apart. Extra memory is the peak of a run with K-FAC less the peak of a run without it, each alone on the device.
+blocks: the mean of the first ``--first`` steps (with and without those listed apart), the mean of ``--later`` steps
+after the frequent refreshes of early training have ended, and K-FAC's longest step relative to its median one, without
+step 0 and without steps that captured a CUDA graph, which are listed apart, and without the first step of each block,
+before which the device was idle, so that it waits for the host. Seconds that Python's garbage collector took in a step
+are listed too. Extra memory is the peak of a run with K-FAC less that of a run without it, each alone on the device.
 The run with K-FAC for its peak comes first, so kernels are compiled by then: Triton keeps them on disk.
 
 ``--path ranks`` takes the path of several ranks: a process group of one rank, NCCL on a GPU, that sends to itself what
@@ -14,19 +16,23 @@ ranks send to each other.
 """
 
 import argparse
+import gc
+import math
 import os
 import statistics
 import sys
+import time
 import traceback
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from environment import write
 from gpu_cases import CASES, Case, Training, default_out, free, make_batch, switches, tiny_resnet
 from torch import nn
 
-BLOCK = 10
-"""Steps of an arm before the other one takes its turn."""
+BLOCK = 12
+"""Steps of an arm before the other one takes its turn. Refreshes are rarely the first of a block."""
 
 
 def torchvision_model(name: str, *, cifar: bool = False):
@@ -61,13 +67,24 @@ class Captures:
     """Counts CUDA graphs captured so far: a step that captures one is reported apart."""
 
     def __init__(self) -> None:
-        self.count, begin = 0, torch.cuda.graph.__enter__
+        self.count, begin = 0, torch.cuda.CUDAGraph.capture_begin
 
-        def counted(graph: torch.cuda.graph) -> None:
+        def counted(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:
             self.count += 1
-            begin(graph)
+            begin(graph, *args, **kwargs)
 
-        torch.cuda.graph.__enter__ = counted  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.capture_begin = counted  # type: ignore[method-assign]
+
+
+class Collections:
+    """Seconds that Python's garbage collector has taken so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict) -> None:
+        self.seconds += time.perf_counter() * (1 if phase == "stop" else -1)
 
 
 def attached(case: Case, template: nn.Module, batch, args: argparse.Namespace) -> Training:
@@ -97,7 +114,7 @@ def mean_of(times: list[float], here: slice, apart: dict[int, float]) -> float:
     return statistics.fmean(t for i, t in enumerate(times[here]) if i not in apart)
 
 
-def run_case(name: str, args: argparse.Namespace, captures: Captures) -> dict:
+def run_case(name: str, args: argparse.Namespace, captures: Captures, collections: Collections) -> dict:
     case = LINES[name]
     torch.manual_seed(0)
     template, batch = case.build(args.tiny), make_batch(case, args)
@@ -107,23 +124,30 @@ def run_case(name: str, args: argparse.Namespace, captures: Captures) -> dict:
     alone: list[float] = []
     ours: list[float] = []
     captured: list[int] = []
+    collected: list[float] = []
     step = kfac.step
-    kfac.step = lambda: (step(), captured.append(captures.count))
-    while len(ours) < args.first + args.later:
-        alone += plain.block(BLOCK)[0]
+    kfac.step = lambda: (step(), captured.append(captures.count), collected.append(collections.seconds))
+    settled = max(args.first, 0 if args.tiny else kfac.kfac.settings.early_steps)
+    settled += -settled % BLOCK
+    later = slice(settled, settled + args.later)
+    while len(ours) < later.stop:
+        alone += plain.block(BLOCK)[0] if not args.first <= len(ours) < settled else [math.nan] * BLOCK
         ours += kfac.block(BLOCK)[0]
     apart = {i: t for i, t in enumerate(ours) if i == 0 or captured[i] > captured[i - 1]}
-    first, later = slice(0, args.first), slice(args.first, args.first + args.later)
-    ordinary = [t for i, t in enumerate(ours) if i not in apart]
+    first = slice(0, args.first)
+    ordinary = [t for i, t in enumerate(ours) if i not in apart and i % BLOCK]
+    compared = [t for t in alone if not math.isnan(t)]
     result = {
         "first_ratio": statistics.fmean(ours[first]) / statistics.fmean(alone[first]),
         "first_ratio_without_apart": mean_of(ours, first, apart) / statistics.fmean(alone[first]),
         "later_ratio": statistics.fmean(ours[later]) / statistics.fmean(alone[later]),
         "longest_over_median": max(ordinary) / statistics.median(ordinary),
         "extra_bytes": extra,
-        "alone_ms": statistics.median(alone),
+        "alone_ms": statistics.median(compared),
+        "alone_longest_over_median": max(compared) / statistics.median(compared),
         "kfac_median_ms": statistics.median(ordinary),
         "steps_apart_ms": apart,
+        "collected_ms": {i: (b - a) * 1e3 for i, (a, b) in enumerate(pairwise(collected), 1) if b - a > 1e-3},
         "kfac_ms": ours,
         "settings": kfac.kfac.settings.describe(),
         "report_memory_bytes": kfac.kfac.report()["total_memory_bytes"],
@@ -161,10 +185,10 @@ def main() -> None:
     unknown = [name for name in chosen if name not in LINES]
     if unknown:
         sys.exit(f"no case {unknown[0]!r}; there are {'; '.join(LINES)}")
-    captures, found = Captures(), {}
+    captures, collections, found = Captures(), Collections(), {}
     for name in chosen:
         try:
-            found[name] = run_case(name, args, captures)
+            found[name] = run_case(name, args, captures, collections)
         except Exception:
             traceback.print_exc()
             found[name] = {"error": traceback.format_exc(limit=3)}

@@ -228,7 +228,8 @@ folder = sys.argv[1]
 assert dkfac.__file__ == f"{folder}/__init__.py", f"imported {dkfac.__file__}, not {folder}"
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-kfac = dkfac.KFAC(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), announce=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kfac = dkfac.KFAC(model, optimizer, announce=False, warmup_refresh=1.3)
 x, y, calls, generators = torch.randn(32, 8), torch.randint(4, (32,)), [], set()
 def note(frame, event, _):
     code = frame.f_code

@@ -11,7 +11,7 @@ import dkfac
 RATCHETS = {
     "flat_modules": 2,
     "flat_modules_lines": 443,
-    "library_lines": 23879,
+    "library_lines": 23907,
     "files_over_300_lines": 0,
     "modules_in_cycles": 0,
     "largest_cycle": 0,
@@ -32,7 +32,7 @@ RATCHETS = {
     "private_reaches": 112,
     "private_reach_files": 35,
     "step_files": 57,
-    "step_functions": 257,
+    "step_functions": 258,
     "step_switches": 575,
 }
 """Figure -> the largest value allowed."""
@@ -196,7 +196,7 @@ from dkfac.other import other
 def inner(): return [other() for _ in range(2)]
 def numbers(): yield 1; yield 2
 class KFAC:
-    def __init__(self, model, optimizer, announce):
+    def __init__(self, model, optimizer, announce, warmup_refresh):
         self.refreshes = 0
         optimizer.register_step_pre_hook(self.before)
     def before(self, *_):

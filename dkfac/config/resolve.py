@@ -14,12 +14,13 @@ from dkfac.config import optimizer_rules, restrictions
 from dkfac.config.experimental import EXPERIMENTAL_NAMES, move_old_keywords
 from dkfac.config.settings import Curvature, Settings
 
-ADAM: dict[str, Any] = {
+FREQUENT: dict[str, Any] = {
     "solver": "warm-eigen", "factor_interval": 20, "inverse_interval": 20, "warmup_refresh": (5, 500),
     "factor_decay": 0.8,
 }  # fmt: skip
-"""The rhythm of Adam in the eigenbasis, if none is given: its bases age faster than K-FAC's inverses, above all early,
-and quick refreshes pay for it (docs/notes/005-adam-eigen.md). Factors are measured when they are decomposed."""
+"""The intervals of curvatures that keep moments in the eigenbasis, if none is given: bases age faster than inverses,
+above all early, and quick refreshes pay for it (docs/notes/005-adam-eigen.md). Factors are measured when they are
+decomposed."""
 GRAPH_ELEMENTS = 2**28
 """Parameters above which the memory of graphs, several times theirs, is not taken unasked."""
 
@@ -55,15 +56,15 @@ def resolve_settings(settings: Settings | None, options: dict[str, Any], optimiz
         if unknown[0] == "split_dim":
             hint = "block_dim replaces it: factors are measured, sent and used in pieces, not only decomposed; "
         raise TypeError(f"KFAC has no option {unknown[0]!r}; {hint}it has {', '.join(sorted(known))}")
-    has_rhythm = settings is not None or not options.keys().isdisjoint(ADAM.keys() - {"solver"})
+    has_rhythm = settings is not None or not options.keys().isdisjoint(FREQUENT.keys() - {"solver"})
     settings = Settings(**options) if settings is None else settings
     has_rhythm = has_rhythm or settings.experimental.staleness != "fixed" or settings.inverse_lag > 0
     is_adam = optimizer is not None and optimizer_rules.length_of(optimizer) == "adam"
     if settings.curvature == "auto":
         settings = replace(settings, curvature=choose_curvature(settings, optimizer, is_adam=is_adam))
-    if not (settings.takes_steps and is_adam) or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
+    if not settings.takes_steps or has_rhythm or options.get("solver", "warm-eigen") != "warm-eigen":
         return settings
-    return replace(settings, **ADAM)
+    return replace(settings, **FREQUENT)
 
 
 UNUSED = ("damping", "damping_mode", "norm_damping", "rescale", "kl_clip")

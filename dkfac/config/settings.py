@@ -105,8 +105,8 @@ class Settings(Meaning):
         'the gradient in the eigenbasis. `"adam-eigen"`: the step of Adam or AdamW in the eigenbasis. `"auto"`: '
         '`"adaptive"` with an optimizer, unless you set `damping`, `damping_mode`, `norm_damping`, `rescale` or '
         '`kl_clip`, which it does not use, or `solver="cholesky"`; then `"adam-eigen"` with Adam and `"kfac"` with '
-        "other optimizers. With Adam the default intervals differ, unless you pass any to KFAC by name: every 5 steps "
-        "until step 500, every 20 steps later.",
+        'other optimizers. With `"adaptive"` and `"adam-eigen"` the default intervals differ, unless you pass any to '
+        "KFAC by name: every 5 steps until step 500, every 20 steps later.",
         "it determines the eigenvalues in use")
     fisher: Fisher = row.choice(
         "empirical", Fisher, "statistics",

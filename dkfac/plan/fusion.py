@@ -48,13 +48,3 @@ def spd_buckets(ready: Sequence[float], seconds: Sequence[float], latency: float
         sizes.append(end - start)
         start = end
     return sizes
-
-
-def finish_time(sizes: Sequence[int], ready: Sequence[float], seconds: Sequence[float], latency: float) -> float:
-    """Return when the last bucket has arrived."""
-    now, start = 0.0, 0
-    for size in sizes:
-        end = start + size
-        now = max(now, ready[end - 1]) + latency + sum(seconds[start:end])
-        start = end
-    return now

@@ -23,10 +23,12 @@ from dkfac.config.step_context import StepContext
 from dkfac.factors.layer_state import LayerState
 from dkfac.factors.stacks import Stack
 from dkfac.ops import many
+from dkfac.ops.constants import constant
 from dkfac.ops.precision import tf32
 from dkfac.precondition import adam_eigen, adaptive, adaptive_steps
 from dkfac.precondition.adaptive_steps import AdaptiveSteps
 from dkfac.precondition.buffer_items import describe_parameters, describe_together, pairs_of
+from dkfac.precondition.step_length import spread_length
 
 
 class AdamSteps:
@@ -52,6 +54,8 @@ class AdamSteps:
         self._alike: tuple[Any, ...] = ()
         self._is_coupled = False
         """Whether weight decay is added to gradients."""
+        self.elements: Tensor | None = None
+        """The number of elements of each layer, if the length of the updates is to be spread over the layers."""
         self._limits: dict[Stack, Tensor] | None = None
         """By stack, the limits on its layers' updates: views of ``_most``, which persists; None if there are no limits.
         """
@@ -111,13 +115,16 @@ class AdamSteps:
             self._limits = dict(zip(stacks, parts, strict=True))
         kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay, r.nesterov) for r in known])
         layers = [layer for stack in stacks for layer in stack.layers]
+        elements = tuple([float(layer.spec.grad_elements) for layer in layers])
+        is_spread = any(rule.length == "sgd" for rule in known)
+        self.elements = constant(elements, self._most.device, self._most.dtype) if is_spread else None
         adam_eigen.rotate_momentum(layers, states, rules, is_adaptive=settings.adapts_damping)
         moments = [stack.moments(states, name) for stack in stacks for name in ("momentum", "moments")]
         kept = [t for pair in moments for t in pair]
         if settings.adapts_damping:
             kept += [t for stack in stacks for t in stack.adaptive(states)]
             self._prepare_adaptive(stacks, states, [*kept, *decompositions, memory], kinds, may_round)
-        return [self._rates, self._most, kinds, self.adaptive, *kept]
+        return [self._rates, self._most, self.elements, kinds, self.adaptive, *kept]
 
     def _prepare_adaptive(
         self, stacks: list[Stack], states: dict[str, LayerState], kept: list[Any], kinds: tuple[Any, ...],
@@ -146,6 +153,10 @@ class AdamSteps:
         if self._is_coupled:
             many.add_tensors(self._pointers, items, memory, self._rates[2])
         steps.run(good, before)
+        if self.elements is not None:
+            factors = spread_length(steps.after, steps.sane, self.elements)
+            steps.scales.mul_(factors)
+            steps.after.mul_(factors)
         rates, left, _ = self._rates
         many.step_tensors(self._pointers, items, memory, rates, left, steps.scales, steps.sane, good)
         after: Tensor = steps.after
@@ -168,19 +179,18 @@ class AdamSteps:
             updates.append(update)
         return updates
 
-    def take(self, stacks: list[Stack], updates: list[Tensor], sane: Tensor, good: Tensor) -> None:
-        """Step the parameters inside the graph. ``sane`` says whether each layer's update is finite; if not, only
-        weight decay is applied."""
+    def take(self, stacks: list[Stack], updates: list[Tensor], scales: Tensor, sane: Tensor, good: Tensor) -> None:
+        """Step the parameters inside the graph by the updates times ``scales``. ``sane`` says whether each layer's
+        update is finite; if not, only weight decay is applied."""
         begin = 0
-        flags = torch.split(sane, [stack.num_layers for stack in stacks])
-        for i, (stack, update, healthy) in enumerate(zip(stacks, updates, flags, strict=True)):
+        parts = (torch.split(values, [stack.num_layers for stack in stacks]) for values in (scales, sane))
+        for i, (stack, update, scale, healthy) in enumerate(zip(stacks, updates, *parts, strict=True)):
             pairs = pairs_of(stack, update)
             rates = self._rates[:, begin : begin + len(pairs)]
             begin += len(pairs)
             if self._items is not None:
-                factor = torch.ones_like(healthy, dtype=update.dtype)
-                many.step_tensors(self._pointers, self._items[i], update, rates[0], rates[1], factor, healthy, good)
+                many.step_tensors(self._pointers, self._items[i], update, rates[0], rates[1], scale, healthy, good)
                 continue
             for n, (j, _, p, part) in enumerate(pairs):
                 p.mul_(torch.where(good, rates[1, n], 1.0))
-                p.sub_(torch.where(good & healthy[j], rates[0, n] * part, 0))
+                p.sub_(torch.where(good & healthy[j], rates[0, n] * scale[j] * part, 0))

@@ -49,9 +49,9 @@ SHORTEST = math.log(1e-3)
 RECOVER = 0.03
 """How fast a shorter update returns to the optimizer's own length: change of the logarithm per step."""
 OPPOSED = -2.0
-SURPRISE = {"sgd": 2.0, "adam": 4.0, "measured": 4.0}
+SURPRISE = {"sgd": 2.0, "adam": math.inf, "measured": 4.0}
 """An update was too long if its score is below ``OPPOSED`` and the gradient's energy relative to v is above
-``SURPRISE``. SGD's own updates grow with the gradient, so they are shortened sooner."""
+``SURPRISE``. SGD's own updates grow with the gradient, so they are shortened soonest; Adam's do not grow."""
 
 
 def adaptive_updates(

@@ -81,7 +81,8 @@ def precondition(
     if transport.world_size > 1 and ranks.plan.share == "gradients":
         order = list(ready.values())
         others, after, sane = _exchange(transport, chunks, order, after, sane, device, is_step=bool(rules))
-    lengths = StepLength(ranks, transport, context, order, after, sane, device)
+    is_spread = any(rule.length == "sgd" for rule in rules.values())
+    lengths = StepLength(ranks, transport, context, order, after, sane, device, is_spread=is_spread)
     lengths.predict(chunks, others, rates, loss_scale)
     lengths.scale(norms, loss_scale, ready, report)
     if settings.takes_steps:
@@ -213,6 +214,8 @@ def _step(
     every = [(layer, part) for chunk in chunks for layer, part in chunk.stack.split(chunk.update)]
     every += [(layers[name], update) for name, update in others.items()]
     flags = lengths.sane & good.to(lengths.sane.device)
+    if lengths.is_spread:
+        every = [(la, part * lengths.scales[lengths.place[la.name]].to(part)) for la, part in every]
     chosen = [(la, torch.where(flags[lengths.place[la.name]].to(part.device), part, 0)) for la, part in every]
     if any(rule.length == "measured" for rule in rules.values()) and context.settings.adapts_damping:
         report.grafts = adaptive.Grafts(chosen, rules)

@@ -100,7 +100,8 @@ def precondition_shards(
     chunks = work.of({name for name in ready if ranks.preconditions(name)})
     order = [layer for chunk in chunks for layer in chunk.stack.layers]
     after = torch.cat([chunk.norms.to(device) for chunk in chunks] or [torch.zeros(0, device=device)])
-    lengths = StepLength(ranks, transport, context, order, after, torch.isfinite(after), device)
+    is_spread = any(rule.length == "sgd" for rule in rules.values())
+    lengths = StepLength(ranks, transport, context, order, after, torch.isfinite(after), device, is_spread=is_spread)
     lengths.predict(chunks, {}, rates, loss_scale, whole)
     whole.clear()
     lengths.scale(norms, loss_scale, ready, report)
@@ -168,6 +169,8 @@ def _finished(chunks: list[Chunk], lengths: StepLength, good: Tensor, *, takes_s
         if takes_steps:
             flags = (sane & here).repeat_interleave(stack.blocks)[:, None, None]
             result = chunk.update.masked_fill_(~flags, 0)
+            if lengths.is_spread:
+                result *= lengths.scales[places].to(result).repeat_interleave(stack.blocks)[:, None, None]
         else:
             scale, flat = lengths.scales[places].to(stack.device, stack.dtype), (stack.num_layers, -1)
             finish_(chunk.raw.view(flat), chunk.update.view(flat), scale, sane, here)

@@ -189,7 +189,7 @@ class StepGraph:
             after = torch.cat([stack.norms(update) for stack, update in zip(stacks, updates, strict=True)])
             sane = torch.isfinite(after)
             after = torch.where(sane, after, before)
-            scales = scales_of(settings.rescale, before, after, sane)
+            scales = scales_of(settings.rescale, before, after, sane, self._adam.elements)
             if is_held:
                 pairs = zip(stacks, updates, strict=True)
                 dots = [trust_region.dots(stack, stack.buffer, u, settings, context.step) for stack, u in pairs]
@@ -199,7 +199,7 @@ class StepGraph:
             if self._adam.factors:
                 told[2:] = torch.stack(self._adam.factors).amin()
             if settings.takes_steps:
-                self._adam.take(stacks, updates, sane, good)
+                self._adam.take(stacks, updates, scales, sane, good)
             else:
                 self._put(stacks, updates, scales, sane)
             self._put_others(scales)

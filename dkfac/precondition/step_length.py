@@ -43,10 +43,11 @@ class StepLength:
 
     def __init__(
         self, ranks: RankPlan, transport: Transport, context: StepContext, order: list[Layer], after: Tensor,
-        sane: Tensor, device: torch.device,
+        sane: Tensor, device: torch.device, *, is_spread: bool,
     ) -> None:  # fmt: skip
+        """``is_spread``: updates have the length of SGD's own, which is to be spread over the layers."""
         self._ranks, self._transport, self._context = ranks, transport, context
-        self.order, self.device = order, device
+        self.order, self.device, self.is_spread = order, device, is_spread
         self.dtype = torch.float64 if any(la.dtype == torch.float64 for la in ranks.layers) else torch.float32
         self.after, self.sane = after.to(self.dtype), sane
         self.place = {layer.name: i for i, layer in enumerate(order)}
@@ -98,7 +99,12 @@ class StepLength:
             return
         before = norms.of(layers).to(self.dtype)
         after = torch.where(sane, after, before)
-        scales = scales_of(settings.rescale, before, after, sane)
+        elements = (
+            constants.constant(tuple([float(layer.spec.grad_elements) for layer in layers]), after.device, after.dtype)
+            if self.is_spread
+            else None
+        )
+        scales = scales_of(settings.rescale, before, after, sane, elements)
         if settings.rescale in trust_region.HELD and not settings.takes_steps:
             most = trust_region.largest_scale(torch.where(sane, products, 0.0), self._context.at("kl_clip"))
             scales, factor = trust_region.hold(scales, sane, most)
@@ -127,11 +133,14 @@ class StepLength:
         return after, flags == 0, terms
 
 
-def scales_of(rescale: str, before: Tensor, after: Tensor, sane: Tensor) -> Tensor:
+def scales_of(rescale: str, before: Tensor, after: Tensor, sane: Tensor, elements: Tensor | None = None) -> Tensor:
     """Return the factor for each layer's update, ``[layers]``, from the norms before and after preconditioning.
+    ``elements``: of each layer, if a length is to be spread over the layers.
 
     Layers that are not ``sane`` (a non-finite update, replaced by the raw gradient) do not count and keep factor 1.
     """
+    if elements is not None:
+        return spread_length(after, sane, elements)
     match rescale:
         case "norm":
             factors = match_norm(before, after)
@@ -140,6 +149,18 @@ def scales_of(rescale: str, before: Tensor, after: Tensor, sane: Tensor) -> Tens
         case _:
             factors = torch.ones_like(before)
     return torch.where(sane, factors, 1.0)
+
+
+def spread_length(lengths: Tensor, sane: Tensor, elements: Tensor) -> Tensor:
+    """Return the factor for each layer's update, ``[layers]``, that spreads a step of SGD's length over the layers.
+
+    Half of the logarithm of a layer's length is SGD's own, half is that of the root of its number of ``elements``. The
+    length over all layers is not changed. Layers that are not ``sane`` do not count and keep factor 1.
+    """
+    own = torch.where(sane, lengths, 0.0)
+    wanted = (own * elements.sqrt()).sqrt()
+    wanted *= torch.linalg.vector_norm(own) / torch.linalg.vector_norm(wanted).clamp(min=torch.finfo(own.dtype).tiny)
+    return torch.where(own > 0, wanted / own, 1.0)
 
 
 def _total(norms_of_layers: Tensor, sane: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ def factors(build, layout, device, steps=2, **options):
     torch.manual_seed(0)
     model, x = build(device, layout)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    kfac = dkfac.KFAC(model, optimizer, announce=False, tf32=False, **({"block_dim": 20} | options))
+    options = {"block_dim": 20, "factor_interval": 1, "inverse_interval": 10} | options
+    kfac = dkfac.KFAC(model, optimizer, announce=False, tf32=False, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -52,8 +52,8 @@ def test_on_a_gpu_steps_are_fast_without_being_asked(gpu):
 
 
 def test_elsewhere_nothing_is_changed():
-    assert chosen() == chosen(curvature="auto") == EXACT
-    assert chosen(torch.optim.AdamW) == ("warm-eigen", False, False)
+    assert chosen(curvature="auto") == chosen(torch.optim.AdamW) == ("warm-eigen", False, False)
+    assert chosen() == EXACT
 
 
 def test_what_is_on_a_gpu():

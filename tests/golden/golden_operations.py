@@ -68,9 +68,8 @@ FIXED = {"warmup_refresh": None, "factor_interval": 5, "inverse_interval": 10}
 SETTINGS = {"default": {}, "fixed": FIXED, "fixed-kfac": FIXED | {"curvature": "kfac", "damping": 1e-3}}
 KINDS = {"ordinary": 34, "measure": 35, "refresh": 30}
 """A step of each kind, for fixed intervals. By then each has been taken before: nothing is made for the first time."""
-SGD_KINDS = {"ordinary": 83, "measure": 84, "refresh": 80}
-DEFAULT_KINDS = {"mlp": SGD_KINDS, "cnn": SGD_KINDS, "transformer": {"ordinary": 24, "refresh": 25}}
-"""The same for default settings, whose rhythm is the optimizer's; with Adam a step that measures refreshes too."""
+DEFAULT_KINDS = {"ordinary": 24, "refresh": 25}
+"""The same for default settings, where a step that measures refreshes too."""
 
 
 def step_counts(model_name, settings, rank, world_size, steps):
@@ -117,7 +116,7 @@ def extra_counts(model_name, settings, world_size, steps):
 
 
 def kinds_of(model_name, settings_name):
-    return DEFAULT_KINDS[model_name] if settings_name == "default" else KINDS
+    return DEFAULT_KINDS if settings_name == "default" else KINDS
 
 
 def count(model_name, settings_name, world_size):

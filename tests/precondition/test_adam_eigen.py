@@ -1118,31 +1118,37 @@ def test_what_is_left_open_is_chosen_by_the_optimizer(kind, given, options, chos
 
 
 CHOSEN = ("solver", "factor_interval", "inverse_interval", "warmup_refresh", "factor_decay")
-ADAMS = ("warm-eigen", 20, 20, (5, 500), 0.8)
+FREQUENT = ("warm-eigen", 20, 20, (5, 500), 0.8)
 USUAL = ("eigen", 10, 100, 1.3, 0.95)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [
-        (torch.optim.AdamW, {}, ADAMS),
-        (torch.optim.AdamW, {"curvature": "adam-eigen"}, ADAMS),
-        (torch.optim.Adam, {"solver": "warm-eigen", "block_dim": 3}, ADAMS),
+        (torch.optim.AdamW, {}, FREQUENT),
+        (torch.optim.AdamW, {"curvature": "adam-eigen"}, FREQUENT),
+        (torch.optim.Adam, {"solver": "warm-eigen", "block_dim": 3}, FREQUENT),
         (torch.optim.AdamW, {"solver": "eigen"}, USUAL),
         (torch.optim.AdamW, {"curvature": "kfac"}, USUAL),
         (torch.optim.AdamW, {"rescale": "norm"}, USUAL),
         (torch.optim.AdamW, {"factor_interval": 2}, ("eigen", 2, *USUAL[2:])),
         (torch.optim.AdamW, {"inverse_interval": 30, "solver": "warm-eigen"}, ("warm-eigen", 10, 30, *USUAL[3:])),
         (torch.optim.AdamW, {"staleness": "change"}, USUAL),
-        (torch.optim.AdamW, {"staleness": "fixed", "inverse_lag": 0, "rescale": "kl-clip", "cuda_graph": True}, ADAMS),
+        (
+            torch.optim.AdamW,
+            {"staleness": "fixed", "inverse_lag": 0, "rescale": "kl-clip", "cuda_graph": True},
+            FREQUENT,
+        ),
         (torch.optim.AdamW, {"inverse_lag": 8}, USUAL),
         (torch.optim.AdamW, {"settings": Settings()}, USUAL),
-        (torch.optim.SGD, {}, USUAL),
+        (torch.optim.SGD, {}, FREQUENT),
+        (torch.optim.RMSprop, {}, FREQUENT),
+        (torch.optim.SGD, {"curvature": "kfac"}, USUAL),
     ],
 )
-def test_adam_has_a_rhythm_of_its_own_unless_one_is_given(kind, options, expected, capsys):
+def test_curvatures_that_take_steps_have_a_rhythm_of_their_own_unless_one_is_given(kind, options, expected, capsys):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with KFAC(model, kind(model.parameters(), lr=1e-3), **arranged(options)) as kfac:
         assert tuple(getattr(kfac.settings, name) for name in CHOSEN) == expected
     said = capsys.readouterr().err
-    assert ("every 20, inverses every 20 steps, more often before step 500" in said) == (expected is ADAMS)
+    assert ("every 20, inverses every 20 steps, more often before step 500" in said) == (expected is FREQUENT)

@@ -92,7 +92,7 @@ def build(dtype):
     ).to(dtype)  # fmt: skip
 
 
-def train(dtype=torch.float64, steps=16, *, change=lambda step, model: None, **options):
+def train(dtype=torch.float64, steps=16, *, change=lambda step, model: None, batch=12, **options):
     model = build(dtype).to(memory_format=torch.channels_last)
     optimizer = optimizer_of(model, options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -100,7 +100,7 @@ def train(dtype=torch.float64, steps=16, *, change=lambda step, model: None, **o
     kfac = dkfac.KFAC(model, optimizer, announce=False, **options)
     generator, kept = torch.Generator().manual_seed(1), []
     for step in range(steps):
-        size = 5 if step in (7, 8) else 12
+        size = batch // 2 - 1 if step in (7, 8) else batch
         x = torch.randn(size, 2, 6, 6, generator=generator).to(dtype)
         y = torch.randint(0, 3, (size,), generator=generator)
         change(step, model)

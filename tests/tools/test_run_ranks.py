@@ -115,8 +115,11 @@ dist.destroy_process_group()
 """
 
 
+EACH = ["--set", "factor_interval=1", "--set", "inverse_interval=1"]
+
+
 def test_an_error_on_one_rank_switches_kfac_off_on_all_in_the_same_step(tmp_path):
-    done = on_two_ranks(tmp_path, FAILS, "--set", "fisher=exact", "--set", "fisher_loss=cross-entropy")
+    done = on_two_ranks(tmp_path, FAILS, "--set", "fisher=exact", "--set", "fisher_loss=cross-entropy", *EACH)
     assert done.stderr.count("K-FAC is switched off after 3 steps: rank 1 failed in K-FAC's part of the step") == 1
     ends = re.findall(r"rank . ends with (\S+) and 0 hooks", done.stderr)
     assert len(ends) == 2
