@@ -4,7 +4,8 @@ Tasks: a GPT of 10.8M on characters and a ViT of 4.8M on CIFAR-10 with AdamW, Re
 "alone" is AdamW or SGD; "former" is what ``dkfac.KFAC(model, optimizer)`` did on a GPU before ``curvature="adaptive"``
 and ``block_dim``; "today" is the one line. All arms of a task get the same five learning rates with seed 0, and one
 more beyond the lowest or highest where that is an arm's best (at most two). The best rate of each arm, and for K-FAC
-also the best of the optimizer alone, get two more seeds. Losses are those of held-out data, without label smoothing.
+also the best of the optimizer alone, get two more seeds. K-FAC is also trained with whole factors ("whole") at its two
+rates. Losses are those of held-out data, without label smoothing.
 Is today no worse than former? Does the rate chosen for the optimizer alone do for K-FAC?
 
 Runs share the GPU, so their seconds say nothing. No run begins after ``--seconds``; the same command goes on with the
@@ -27,6 +28,10 @@ from machine import Machine, known_runs, lines_of
 from tuned_tasks import CASES, train
 
 ARMS = ("alone", "former", "today")
+PAIRS = (
+    ("today", "alone"), ("today", "former"), ("at_alone", "today"), ("today", "whole"), ("at_alone", "whole_at_alone"),
+)  # fmt: skip
+"""What is compared: how far is the one above the other?"""
 FURTHER = 2
 """Rates that a task may get beyond its five."""
 
@@ -34,7 +39,8 @@ FURTHER = 2
 def config_of(name: str, arm: str, lr: float, seed: int, *, tiny: bool) -> dict:
     """Return all that a run depends on, as JSON has it: a run in a file is recognised by it."""
     case = CASES[name]
-    options = {"alone": None, "former": case.options | case.former, "today": case.options}[arm]
+    given = {"former": case.former, "today": {}, "whole": {"block_dim": None}}
+    options = case.options | given[arm] if arm in given else None
     size = case.tiny if tiny else case.size
     return {"task": name, "arm": arm, "lr": lr, "seed": seed, "size": size, "options": options}
 
@@ -68,7 +74,11 @@ class Found:
     def chosen(self) -> dict[str, tuple[str, float]]:
         """Return what gets several seeds: each arm at its best rate, and K-FAC at that of the optimizer alone."""
         chosen = {arm: (arm, lr) for arm, lr in self.best().items()}
-        return chosen | ({"at_alone": ("today", chosen["alone"][1])} if chosen else {})
+        if not chosen:
+            return {}
+        best, alone = chosen["today"][1], chosen["alone"][1]
+        more = {"at_alone": ("today", alone), "whole": ("whole", best), "whole_at_alone": ("whole", alone)}
+        return chosen | more
 
     def table(self, seeds: int) -> dict[str, dict]:
         """Return the medians of what was chosen and has all its seeds."""
@@ -87,7 +97,7 @@ def wanted(runs: list[dict], names: list[str], seeds: int, *, tiny: bool = False
     found = [Found(name, runs, tiny=tiny) for name in names]
     first = [f.config(arm, lr, 0) for f in found for lr in f.rates for arm in ARMS]
     chosen = [(f, key) for f in found for key in dict.fromkeys(f.chosen().values())]  # K-FAC's rate may be chosen twice
-    more = [f.config(*key, seed) for f, key in chosen for seed in range(1, seeds)]
+    more = [f.config(*key, seed) for f, key in chosen for seed in range(seeds)]
     return first + more
 
 
@@ -101,7 +111,7 @@ def judge(tables: dict[str, dict]) -> dict:
             print(f"{name:9} {label:9} {r['lr']:8g} {r['loss']:8.4f} {r['error_rate']:8.2%}   {each}"
                   f"{'  (at an end of the rates)' if r['at_edge'] and label in ARMS else ''}")  # fmt: skip
         verdict[name] = {}
-        for one, other in (("today", "alone"), ("today", "former"), ("at_alone", "today")):
+        for one, other in PAIRS:
             if one in rows and other in rows:
                 of = {n: rows[one][n] / max(rows[other][n], 1e-9) - 1 for n in ("loss", "error_rate")}
                 verdict[name][f"{one}_above_{other}"] = of

@@ -59,11 +59,12 @@ class KFAC:
     ) -> None:
         """Find the layers, register hooks on them and the optimizer, and print a one-line summary. Collective."""
         found = attach.prepare_attachment(model, optimizer, grad_scaler, process_group, roles, settings, options)
-        self._process_group, self.settings, self.layers = found.process_group, found.settings, found.layers
+        self._process_group, self.layers = found.process_group, found.layers
         self._model, self._optimizer, self.left = found.model, found.optimizer, found.left
         optimizer, finds_scaler = found.optimizer, found.optimizer is not None and grad_scaler is None
-        notices = Notices(self._model, self.layers, accumulation_is_set=self.settings.accumulate is not None)
+        notices = Notices(self._model, self.layers, accumulation_is_set=found.settings.accumulate is not None)
         transport, errors = connect.connect(found)
+        self.settings = connect.without_idle_graphs(found.settings, transport.plan, asked="cuda_graph" in options)
         is_alone = not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
         self._collector = make_collector(self.layers, self.settings, grad_scaler, **how)

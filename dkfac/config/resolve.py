@@ -18,23 +18,21 @@ FREQUENT: dict[str, Any] = {
     "solver": "warm-eigen", "factor_interval": 20, "inverse_interval": 20, "warmup_refresh": (5, 500),
     "factor_decay": 0.8,
 }  # fmt: skip
-"""The intervals of curvatures that keep moments in the eigenbasis, if none is given: bases age faster than inverses,
-above all early, and quick refreshes pay for it (docs/notes/005-adam-eigen.md). Factors are measured when they are
-decomposed."""
+"""For curvatures that keep moments in the eigenbasis, unless intervals are given: bases age faster than inverses, above
+all early (docs/notes/005-adam-eigen.md). Factors are measured when they are decomposed."""
 GRAPH_ELEMENTS = 2**28
 """Parameters above which the memory of graphs, several times theirs, is not taken unasked."""
 
 
 def choose_settings(
-    settings: Settings | None, options: dict[str, Any], model: nn.Module, optimizer: Any, scaler: Any,
-    world_size: int, roles: Any,
+    settings: Settings | None, options: dict[str, Any], model: nn.Module, optimizer: Any, scaler: Any, roles: Any,
 ) -> Settings:  # fmt: skip
     """Return what was given in one of two ways, with what it leaves open chosen by optimizer, device and role."""
     chosen = with_length(resolve_settings(settings, options, optimizer), optimizer)
     parameters = list(model.parameters())
     if settings is None and roles is None and parameters and all(is_on_gpu(p) for p in parameters):
         chosen = for_gpu(chosen, options, parameters)
-        if world_size == 1 and "cuda_graph" not in options:
+        if "cuda_graph" not in options:
             chosen = replace(chosen, cuda_graph=can_capture(chosen, parameters, optimizer, scaler))
     if optimizer is None:
         restrictions.check_combinations(chosen, "without an optimizer")

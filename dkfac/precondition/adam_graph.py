@@ -115,9 +115,8 @@ class AdamSteps:
             self._limits = dict(zip(stacks, parts, strict=True))
         kinds = tuple([(r.betas, r.eps, r.sign, r.decoupled or r.weight_decay, r.nesterov) for r in known])
         layers = [layer for stack in stacks for layer in stack.layers]
-        elements = tuple([float(layer.spec.grad_elements) for layer in layers])
-        is_spread = any(rule.length == "sgd" for rule in known)
-        self.elements = constant(elements, self._most.device, self._most.dtype) if is_spread else None
+        sizes = tuple([float(la.spec.grad_elements) for la in layers if rules[id(la.weight)].length == "sgd"])
+        self.elements = constant(sizes, self._most.device, self._most.dtype) if sizes else None
         adam_eigen.rotate_momentum(layers, states, rules, is_adaptive=settings.adapts_damping)
         moments = [stack.moments(states, name) for stack in stacks for name in ("momentum", "moments")]
         kept = [t for pair in moments for t in pair]

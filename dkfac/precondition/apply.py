@@ -81,8 +81,7 @@ def precondition(
     if transport.world_size > 1 and ranks.plan.share == "gradients":
         order = list(ready.values())
         others, after, sane = _exchange(transport, chunks, order, after, sane, device, is_step=bool(rules))
-    is_spread = any(rule.length == "sgd" for rule in rules.values())
-    lengths = StepLength(ranks, transport, context, order, after, sane, device, is_spread=is_spread)
+    lengths = StepLength(ranks, transport, context, order, after, sane, device, rules)
     lengths.predict(chunks, others, rates, loss_scale)
     lengths.scale(norms, loss_scale, ready, report)
     if settings.takes_steps:

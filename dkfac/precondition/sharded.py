@@ -100,8 +100,7 @@ def precondition_shards(
     chunks = work.of({name for name in ready if ranks.preconditions(name)})
     order = [layer for chunk in chunks for layer in chunk.stack.layers]
     after = torch.cat([chunk.norms.to(device) for chunk in chunks] or [torch.zeros(0, device=device)])
-    is_spread = any(rule.length == "sgd" for rule in rules.values())
-    lengths = StepLength(ranks, transport, context, order, after, torch.isfinite(after), device, is_spread=is_spread)
+    lengths = StepLength(ranks, transport, context, order, after, torch.isfinite(after), device, rules)
     lengths.predict(chunks, {}, rates, loss_scale, whole)
     whole.clear()
     lengths.scale(norms, loss_scale, ready, report)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dkfac.comm.transport import Transport
+from dkfac.config.optimizer_rules import Rule
 from dkfac.config.step_context import StepContext
 from dkfac.factors.stacks import NOTHING, Stack
 from dkfac.layers.layer import Layer
@@ -43,11 +44,12 @@ class StepLength:
 
     def __init__(
         self, ranks: RankPlan, transport: Transport, context: StepContext, order: list[Layer], after: Tensor,
-        sane: Tensor, device: torch.device, *, is_spread: bool,
+        sane: Tensor, device: torch.device, rules: Mapping[int, Rule],
     ) -> None:  # fmt: skip
-        """``is_spread``: updates have the length of SGD's own, which is to be spread over the layers."""
         self._ranks, self._transport, self._context = ranks, transport, context
-        self.order, self.device, self.is_spread = order, device, is_spread
+        self.order, self.device = order, device
+        self.is_spread = any(rule.length == "sgd" for rule in rules.values())
+        """Whether updates have the length of SGD's own, which is to be spread over the layers."""
         self.dtype = torch.float64 if any(la.dtype == torch.float64 for la in ranks.layers) else torch.float32
         self.after, self.sane = after.to(self.dtype), sane
         self.place = {layer.name: i for i, layer in enumerate(order)}

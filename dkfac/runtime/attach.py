@@ -57,7 +57,7 @@ def prepare_attachment(
     optimizer = unwrap_optimizer(optimizer)
     check_arguments(model, optimizer, scaler)
     group = choose_group(model, process_group, roles)
-    chosen = choose_settings(settings, options, model, optimizer, scaler, groups.world_size(group), roles)
+    chosen = choose_settings(settings, options, model, optimizer, scaler, roles)
     trained = None if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
     inner = unwrap(model)
     rules = optimizer_rules.rules_of_steps(chosen, optimizer)

@@ -25,6 +25,7 @@ from dkfac.layers.layer import Layer
 from dkfac.layers.sharded import Mesh, cuts_of, grid_of, replicas_of
 from dkfac.plan.cluster import Cluster
 from dkfac.plan.make import Choices, make_plan
+from dkfac.plan.plan import Plan
 from dkfac.plan.preset import load_cluster
 from dkfac.plan.search import choose
 from dkfac.plan.shards import ShardedParameter, Sharding
@@ -75,19 +76,20 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
     own = groups.make_groups(process_group)
     try:
         sharding = sharding_of(layers, _places(replicas, own))
-        transport = _agree(specs, settings, choices, own, device, cluster, names, sharding)
-        if settings.cuda_graph and sharding is not None:
-            warnings.warn("cuda_graph has no effect with parameters that are split over ranks", stacklevel=3)
-        elif settings.cuda_graph and not transport.plan.shares_no_updates:
-            warnings.warn(
-                f"cuda_graph has no effect with strategy={transport.plan.strategy!r}, under which ranks send each "
-                f'other updates in every step: use strategy="comm-opt" or "replicated"',
-                stacklevel=3,
-            )
-        return transport
+        return _agree(specs, settings, choices, own, device, cluster, names, sharding)
     except Exception:
         own.close()
         raise
+
+
+def without_idle_graphs(settings: Settings, plan: Plan, *, asked: bool) -> Settings:
+    """Return the settings without CUDA graphs where they have no effect; warn if they were ``asked`` for."""
+    if not settings.cuda_graph or plan.shares_no_updates:
+        return settings
+    if asked:
+        what = f"strategy={plan.strategy!r}" if plan.sharding is None else "parameters that are split over ranks"
+        warnings.warn(f"cuda_graph has no effect with {what}: ranks send each other updates", stacklevel=3)
+    return replace(settings, cuda_graph=False)
 
 
 def check_several_ranks(settings: Settings, specs: list[LayerSpec], *, by_nccl: bool) -> None:

@@ -1,5 +1,6 @@
 """What is chosen where a model is on a GPU and nothing is said of speed."""
 
+import functools
 import itertools
 
 import pytest
@@ -122,9 +123,9 @@ def test_settings_as_one_object_are_taken_as_they_are(gpu):
         assert tuple(getattr(kfac.settings, name) for name in CHOSEN) == EXACT
 
 
-def attach(rank):
+def attach(rank, **options):
     model = build()
-    with KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), curvature="kfac") as kfac:
+    with KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), curvature="kfac", **options) as kfac:
         return tuple(getattr(kfac.settings, name) for name in CHOSEN)
 
 
@@ -133,8 +134,15 @@ def test_several_ranks_take_what_they_share_and_the_line_that_is_printed_says_it
     said = capsys.readouterr().err
     assert "(kfac, cholesky, tf32, cuda_graph, damping 0.0003" in said
     assert "extra memory (graphs: up to 636 B more); keep" in said
-    assert set(on_threads(2, attach)) == {("cholesky", True, False)}
-    assert "(kfac, cholesky, tf32, damping 0.0003" in capsys.readouterr().err
+    assert set(on_threads(2, functools.partial(attach, strategy="comm-opt"))) == {FAST}
+    assert "(kfac, cholesky, tf32, cuda_graph, damping 0.0003" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "layer-wise", "mem-opt"])
+def test_ranks_that_send_each_other_updates_go_without_graphs(gpu, strategy):
+    assert set(on_threads(2, functools.partial(attach, strategy=strategy))) == {("cholesky", True, False)}
+    with pytest.warns(UserWarning, match=f"cuda_graph has no effect with strategy='{strategy}'"):
+        on_threads(2, functools.partial(attach, strategy=strategy, cuda_graph=True))
 
 
 OPTIONS = {
@@ -159,7 +167,7 @@ def test_what_is_allowed_elsewhere_is_allowed_on_a_gpu(gpu, kind):
             resolve.resolve_settings(None, arranged(dict(options)), optimizer)
         except (ValueError, TypeError):
             continue
-        resolve.choose_settings(None, arranged(dict(options)), model, optimizer, None, 1, None)
+        resolve.choose_settings(None, arranged(dict(options)), model, optimizer, None, None)
         number += 1
     assert number > 5000
 
