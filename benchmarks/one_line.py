@@ -3,11 +3,12 @@
 Each case is trained by the optimizer alone and by the same optimizer with K-FAC, in blocks of steps that take turns, on
 one random batch: the benchmark measures step time, not learning. Reported, relative to the optimizer alone in the same
 blocks: the mean of the first ``--first`` steps (with and without those listed apart), the mean of ``--later`` steps
-after the frequent refreshes of early training have ended, and K-FAC's longest step relative to its median one, without
-step 0 and without steps that captured a CUDA graph, which are listed apart, and without the first step of each block,
-before which the device was idle, so that it waits for the host. Seconds that Python's garbage collector took in a step
-are listed too. Extra memory is the peak of a run with K-FAC less that of a run without it, each alone on the device.
-The run with K-FAC for its peak comes first, so kernels are compiled by then: Triton keeps them on disk.
+after the frequent refreshes of early training (the run goes on as if resumed at their end), and K-FAC's longest step
+relative to its median one, without step 0 and without steps that captured a CUDA graph, which are listed apart, and
+without the first step of each block, before which the device was idle, so that it waits for the host. Seconds that
+Python's garbage collector took in a step are listed too. Extra memory is the peak of a run with K-FAC less that of a
+run without it, each alone on the device. The run with K-FAC for its peak comes first, so kernels are compiled by then:
+Triton keeps them on disk.
 
 ``--path ranks`` takes the path of several ranks: a process group of one rank, NCCL on a GPU, that sends to itself what
 ranks send to each other.
@@ -127,20 +128,25 @@ def run_case(name: str, args: argparse.Namespace, captures: Captures, collection
     collected: list[float] = []
     step = kfac.step
     kfac.step = lambda: (step(), captured.append(captures.count), collected.append(collections.seconds))
-    settled = max(args.first, 0 if args.tiny else kfac.kfac.settings.early_steps)
-    settled += -settled % BLOCK
-    later = slice(settled, settled + args.later)
+    begin = args.first + args.settle
+    later = slice(begin, begin + args.later)
     while len(ours) < later.stop:
-        alone += plain.block(BLOCK)[0] if not args.first <= len(ours) < settled else [math.nan] * BLOCK
+        if len(ours) == args.first and kfac.kfac.settings.early_steps > args.first:
+            kfac.kfac.load_state_dict(kfac.kfac.state_dict() | {"step": kfac.kfac.settings.early_steps})
+        is_compared = len(ours) // BLOCK % args.alone_every == 0
+        alone += plain.block(BLOCK)[0] if is_compared else [math.nan] * BLOCK
         ours += kfac.block(BLOCK)[0]
     apart = {i: t for i, t in enumerate(ours) if i == 0 or captured[i] > captured[i - 1]}
     first = slice(0, args.first)
     ordinary = [t for i, t in enumerate(ours) if i not in apart and i % BLOCK]
     compared = [t for t in alone if not math.isnan(t)]
+    first_alone, later_alone = (
+        statistics.fmean(t for t in alone[part] if not math.isnan(t)) for part in (first, later)
+    )
     result = {
-        "first_ratio": statistics.fmean(ours[first]) / statistics.fmean(alone[first]),
-        "first_ratio_without_apart": mean_of(ours, first, apart) / statistics.fmean(alone[first]),
-        "later_ratio": statistics.fmean(ours[later]) / statistics.fmean(alone[later]),
+        "first_ratio": statistics.fmean(ours[first]) / first_alone,
+        "first_ratio_without_apart": mean_of(ours, first, apart) / first_alone,
+        "later_ratio": statistics.fmean(ours[later]) / later_alone,
         "longest_over_median": max(ordinary) / statistics.median(ordinary),
         "extra_bytes": extra,
         "alone_ms": statistics.median(compared),
@@ -171,7 +177,9 @@ def main() -> None:
     add("--cases", help="separated by semicolons; default: all")
     add("--path", choices=("one", "ranks"), default="one")
     add("--first", type=int, default=300)
-    add("--later", type=int, default=200)
+    add("--later", type=int, default=240)
+    add("--settle", type=int, default=24, help="steps between the two, in which graphs are captured again")
+    add("--alone-every", type=int, default=1, help="blocks with K-FAC for each without it")
     add("--memory-steps", type=int, default=60)
     add("--out")
     args = parser.parse_args()

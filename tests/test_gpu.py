@@ -97,7 +97,7 @@ def test_cuda_steps_equal_cpu_steps_in_float64(options, channels_last):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         kfac = dkfac.KFAC(
             model, optimizer, announce=False, factor_interval=1, inverse_interval=2, warmup_refresh=None,
-            **{"damping": 1e-2, **options},
+            **arranged({"damping": 1e-2, **options}),
         )  # fmt: skip
         for x, y in batches(5, device):
             x = x.double().contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)

@@ -168,7 +168,7 @@ class Settings(Meaning):
         False, "step",
         "On a GPU: replay the computation of ordinary steps from a CUDA graph, which saves kernel launches and takes "
         "up to three times the memory of the gradients. With several ranks: under strategies in which every rank "
-        'preconditions every layer (`"comm-opt"`, `"replicated"`). If you do not set it, KFAC uses it on one process '
+        'preconditions every layer (`"comm-opt"`, `"replicated"`). If you do not set it, KFAC uses it there, '
         "for up to 268 million parameters, unless steps differ: scheduled damping, `staleness`, "
         '`solver="eigen"` or KL clipping.')
     norm_form: NormForm = row.choice(
