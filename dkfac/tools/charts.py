@@ -78,7 +78,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'dkfac[demo]'") from error
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

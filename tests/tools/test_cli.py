@@ -159,3 +159,72 @@ def test_ranks_measure_their_links_together_and_all_know_the_result():
     assert set(cluster.between["all-reduce"]) == {3}
     assert all(line[3](2**17) > 0 for line in cluster.between.values())
     assert not cluster.within
+
+
+# --- the command itself, and files of options ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]], ids=str)
+def test_help_does_not_wait_for_torch(arguments):
+    code = f"""
+import sys
+from dkfac.tools.cli.main import main
+try:
+    main({arguments})
+finally:
+    assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "dkfac" in done.stdout
+
+
+CONFIG = """
+recipe = "digits-cnn"
+lr = 0.05
+batch = 64
+steps = 3
+[set]
+block_dim = 64
+[more]
+"""
+
+
+def test_options_come_from_a_file_unless_they_are_given(tmp_path, capsys):
+    (tmp_path / "a.toml").write_text(CONFIG)
+    out = tmp_path / "run"
+    arguments = ["train", "--config", str(tmp_path / "a.toml"), "--out", str(out), "--lr", "0.1"]
+    assert main(arguments) == 0
+    saved = json.loads((out / "settings.json").read_text())
+    assert (saved["recipe"], saved["hyper"]["lr"], saved["hyper"]["batch"]) == ("digits-cnn", 0.1, 64)
+    assert saved["options"] == {"block_dim": 64}
+    assert "at step" not in capsys.readouterr().err, "lines between tests are for terminals"
+    assert main(["train", "--resume", str(out), "--steps", "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lrr = 1", "there is no option 'lrr'; did you mean lr?"),
+        ('lr = "fast"', "lr = 'fast' is not of type float"),
+        ("nproc = 1.5", "nproc = 1.5 is not of type int"),
+        ("lr 1", "cannot be read"),
+        (None, "cannot be read"),
+        ("lr = -1", "lr=-1 must be > 0"),
+        ("[set]\nblock_dimm = 1", "block_dimm"),
+    ],
+)
+def test_a_wrong_file_of_options_is_one_line(tmp_path, capsys, text, said):
+    file = tmp_path / "a.toml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["train", "digits-cnn", "--config", str(file), "--out", str(tmp_path / "run")]) == 2
+    line = capsys.readouterr().err.strip()
+    assert said in line
+    assert "\n" not in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_must_be_named(capsys):
+    assert main(["train"]) == 2
+    assert "name a recipe to train" in capsys.readouterr().err

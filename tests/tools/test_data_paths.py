@@ -278,6 +278,33 @@ def test_what_is_no_batch_of_cifar_is_one_line(tmp_path, capsys, content):
     assert line.endswith("download it again")
 
 
+HOSTILE = """
+def ndarray(*args):
+    open("ran", "w").close()
+"""
+
+
+@pytest.mark.parametrize("module", ["numpy_of_mine", "numpy.mine"])
+def test_a_batch_that_names_a_module_of_its_own_runs_nothing(tmp_path, capsys, monkeypatch, module):
+    """Modules whose names begin like numpy's were imported, and their functions called."""
+    write_cifar(tmp_path)
+    (tmp_path / "numpy_of_mine.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "data_batch_1").write_bytes(b"c" + module.encode() + b"\nndarray\n)R.")
+    line = refused(capsys, "cifar10-resnet32", "--data", tmp_path, "--out", tmp_path / "run")
+    assert f"it asks for {module}.ndarray, which no array needs" in line
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_arrays_of_every_pickle_protocol_are_read(tmp_path, protocol):
+    write_cifar(tmp_path)
+    content = pickle.dumps({b"data": FEW, b"labels": [0, 1, 2]}, protocol=protocol)
+    (tmp_path / "data_batch_1").write_bytes(content)
+    assert read_pictures(tmp_path)[0].labels[:3].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "content", [b"no gzip", gzip.compress(bytes(5000))[:-9], None, gzip.compress(b"\0\0\x08\3" + bytes(12))],
     ids=["other", "short", "folder", "empty"],

@@ -230,7 +230,7 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra(package, tmp_path,
     assert demo.run_demo(["--quick", "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert package in error
-    assert "pip install 'dkfac[demo]'" in error
+    assert "pip install scikit-learn matplotlib" in error
     assert "Traceback" not in error
 
 

@@ -20,8 +20,9 @@ from dkfac.tools.cli.main import main
 from dkfac.tools.recipes import checkpoints, fashion_cnn
 from dkfac.tools.recipes.every import RECIPES
 from dkfac.tools.recipes.folder import entries
+from dkfac.tools.recipes.hyper import Hyper
 from dkfac.tools.recipes.job import TrainingJob
-from dkfac.tools.recipes.recipe import Hyper, lr_fraction
+from dkfac.tools.recipes.recipe import lr_fraction
 from dkfac.tools.recipes.training import train_recipe
 
 ALONE = dkfac.distributed.Place(0, 1, torch.device("cpu"))

@@ -37,6 +37,7 @@ def add_compare_command(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace) -> Callable[[], int] | int:
+    train.read_config(given)
     if given.script is not None:
         from dkfac.tools.cli.script import compare_scripts
 

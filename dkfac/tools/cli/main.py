@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import dkfac
 from dkfac.tools.cli import compare, doctor, measure, plan, report, run, selftest, simulate, train
 
 
@@ -42,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. Wrong input prints one line to stderr and returns 2."""
     parser = Parser(prog="dkfac", description="Distributed K-FAC for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"dkfac {dkfac.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     train.add_train_command(commands)
     compare.add_compare_command(commands)

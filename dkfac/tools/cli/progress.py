@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TextIO
 
+BETWEEN = "at step "
+"""How lines begin that are only worth reading while a run is under way: they are left out of files."""
+
 
 class LinePrinter:
     """Prints lines. On a terminal, a line about a step overwrites the previous one."""
@@ -16,9 +19,10 @@ class LinePrinter:
         self._open = False
 
     def say(self, line: str) -> None:
-        passing = line.startswith("step ")
+        between, passing = line.startswith(BETWEEN), line.startswith(("step ", BETWEEN))
         if not self._is_terminal:
-            print(line, file=self._stream, flush=True)
+            if not between:
+                print(line, file=self._stream, flush=True)
             return
         end = "" if passing else "\n"
         begin = "\r\x1b[K" if self._open and passing else "\n" if self._open else ""

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import json
 import os
 import shlex
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from dkfac.tools.cli.run import read_options
+from dkfac.tools.recipes.hyper import Hyper
 
 HYPER = (
     "lr",
@@ -31,6 +34,8 @@ HYPER = (
     "size",
     "seed",
 )
+UNLESS_GIVEN = {"nproc": 1, "save_every": 0, "tensorboard": False, "no_kfac": False, "seeds": 1}
+"""Values of options that are not given, other than None."""
 STATUS = {"done": 0, "unsaved": 1, "SIGINT": 130, "SIGTERM": 143}
 
 
@@ -39,7 +44,7 @@ def add_train_command(commands: Any) -> None:
         "train", help="train a recipe, with checkpoints and a log", allow_abbrev=False,
         description="Trains a recipe (see `dkfac recipes`) into a run folder, which `dkfac report` turns into a page.",
     )  # fmt: skip
-    parser.add_argument("recipe", help="name of the recipe")
+    parser.add_argument("recipe", nargs="?", help="name of the recipe (or in the file of --config)")
     parser.add_argument("--no-kfac", action="store_true", help="train with the first-order optimizer alone")
     add_options(parser)
     parser.add_argument("--resume", type=Path, metavar="RUN", help="resume the run in this folder, bitwise")
@@ -50,9 +55,8 @@ def add_train_command(commands: Any) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``train`` and ``compare`` share."""
-    from dkfac.tools.recipes.recipe import Hyper
-
     add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="a TOML file with these options, [set] and [more]; others win")
     add("--data", metavar="PATH", help="path of the data, if the recipe needs any")
     add("--out", type=Path, metavar="RUN", help="the run folder (default runs/RECIPE-TIME)")
     add("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default 1)")
@@ -73,10 +77,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a hyperparameter that only this recipe has; can be repeated",
     )
     add("--tensorboard", action="store_true", help="also write TensorBoard events")
-    kinds = {field.name: field.type for field in fields(Hyper)}
+    kinds = hyper_types()
     for name in HYPER:
-        kind = int if "int" in str(kinds[name]) else float
+        kind = int if "int" in kinds[name] else float
         add(f"--{name.replace('_', '-')}", type=kind, default=None, metavar="X", help="overrides the recipe's value")
+
+
+def read_config(given: argparse.Namespace) -> None:
+    """Fill in the options of the file of ``--config``, where they are not given on the command line."""
+    if given.config is None:
+        return
+    try:
+        found = tomllib.loads(given.config.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"--config {given.config}: cannot be read ({error})") from None
+    kinds = {"recipe": str, "data": str, "out": str, "nproc": int, "steps": int, "save_every": int, "tensorboard": bool}
+    kinds |= {"no_kfac": bool} if hasattr(given, "no_kfac") else {"seeds": int}
+    kinds |= {name: int if "int" in str(kind) else float for name, kind in hyper_types().items()}
+    for name, value in found.items():
+        if name in ("set", "more") and isinstance(value, dict):
+            said = {text.partition("=")[0] for text in getattr(given, name)}
+            setattr(given, name, getattr(given, name) + [f"{k}={v!r}" for k, v in value.items() if k not in said])
+            continue
+        if name not in kinds:
+            near = difflib.get_close_matches(name, [*kinds, "set", "more"], 1)
+            hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(kinds)}, [set] and [more]"
+            raise ValueError(f"--config {given.config}: there is no option {name!r}; {hint}")
+        is_number = kinds[name] is float and type(value) is int
+        if type(value) is not kinds[name] and not is_number:
+            raise ValueError(f"--config {given.config}: {name} = {value!r} is not of type {kinds[name].__name__}")
+        if getattr(given, name) in (None, UNLESS_GIVEN.get(name)):
+            setattr(given, name, Path(value) if name == "out" else value)
+
+
+def hyper_types() -> dict[str, str]:
+    """Return the types of the hyperparameters that options can change, as they are annotated."""
+    return {field.name: str(field.type) for field in fields(Hyper) if field.name in HYPER}
 
 
 def list_recipes(given: argparse.Namespace) -> int:
@@ -92,6 +128,9 @@ def _run(given: argparse.Namespace) -> Callable[[], int] | int:
     """Check the options and return a function that trains."""
     from dkfac.distributed import from_first
 
+    read_config(given)
+    if given.recipe is None and given.resume is None:
+        raise ValueError("name a recipe to train (see `dkfac recipes`)")
     at = None
     if given.resume is not None:
         if given.out is not None:
@@ -126,6 +165,7 @@ def _restore_options(given: argparse.Namespace) -> None:
         hyper, options, more = saved["hyper"], saved["options"], dict(saved.get("more", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} cannot be read ({error}): correct it, or start a new run") from None
+    given.recipe = given.recipe or saved.get("recipe")
     for name in HYPER:
         if getattr(given, name) is None and name in hyper:
             setattr(given, name, hyper[name])

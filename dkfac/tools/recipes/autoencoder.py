@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, ScheduledSession, Session
+from dkfac.tools.recipes.hyper import Hyper
+from dkfac.tools.recipes.recipe import Examples, Recipe, ScheduledSession, Session
 from dkfac.tools.recipes.tensors import Tensors
 
 SIZES = (64, 128, 64, 32, 8, 32, 64, 128, 64)

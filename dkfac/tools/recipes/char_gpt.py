@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, ScheduledSession, Session, positive_integer
+from dkfac.tools.recipes.hyper import Hyper
+from dkfac.tools.recipes.recipe import Examples, Recipe, ScheduledSession, Session, positive_integer
 from dkfac.tools.recipes.tensors import Text
 
 LIMIT = 4_000_000

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,8 +117,15 @@ def read_manifest(place: Path) -> dict[str, Any]:
 
 
 def read_state(place: Path, name: str, device: torch.device) -> dict[str, Any]:
-    """Load one file of a checkpoint, with ``weights_only=True``."""
-    state: dict[str, Any] = torch.load(place / f"{name}.pt", map_location=device, weights_only=True)
+    """Load one file of a checkpoint: tensors, numbers and strings only."""
+    path = place / f"{name}.pt"
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except pickle.UnpicklingError:  # torch's message advises to load it all the same
+        raise ValueError(
+            f"{path} has more than tensors, numbers and strings, which could run code when it is loaded: dkfac did not "
+            f"write it. Do not load it by other means; continue from another checkpoint or begin anew"
+        ) from None
     return state
 
 

@@ -45,7 +45,7 @@ def run_demo(argv: Sequence[str] | None = None) -> int:
         for package in ("matplotlib", "sklearn"):
             importlib.import_module(package)
     except ImportError as error:
-        print(f"the demo needs {error.name}, which is not installed: pip install 'dkfac[demo]'", file=sys.stderr)
+        print(f"the demo needs {error.name}, which is not installed: pip install scikit-learn matplotlib", file=sys.stderr)
         return 1
     if options.processes > 1 and "RANK" not in os.environ:
         return _start_ranks(options.processes, sys.argv[1:] if argv is None else list(argv))

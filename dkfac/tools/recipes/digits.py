@@ -69,7 +69,7 @@ def load_digit_images(part: EvalSplit = "test") -> Digits:
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
-        raise RuntimeError("the digits come with scikit-learn: pip install 'dkfac[demo]'") from error
+        raise RuntimeError("the digits come with scikit-learn: pip install scikit-learn") from error
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
     images = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8)[order]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import dkfac
 from dkfac.tools.recipes import digits
-from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, ScheduledSession, Session, count_correct
+from dkfac.tools.recipes.hyper import Hyper
+from dkfac.tools.recipes.recipe import Examples, Recipe, ScheduledSession, Session, count_correct
 from dkfac.tools.recipes.techniques import crop_and_flip
 from dkfac.tools.recipes.tensors import Tensors
 

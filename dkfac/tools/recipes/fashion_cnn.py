@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
+from dkfac.tools.recipes.hyper import Hyper
 from dkfac.tools.recipes.loading import normalize_pixels
 from dkfac.tools.recipes.pictures_resnet import num_classes
 from dkfac.tools.recipes.readers import read_pictures
-from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, ScheduledSession, Session, count_correct
+from dkfac.tools.recipes.recipe import Examples, Recipe, ScheduledSession, Session, count_correct
 from dkfac.tools.recipes.techniques import crop_and_flip
 
 DEBIAN = "/usr/share/datasets/fashion-mnist"

@@ -15,7 +15,8 @@ from torch import nn
 
 import dkfac
 from dkfac.tools.recipes.folder import Log
-from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, Session
+from dkfac.tools.recipes.hyper import Hyper
+from dkfac.tools.recipes.recipe import Examples, Recipe, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

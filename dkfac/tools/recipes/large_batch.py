@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import dkfac
 from dkfac.tools.recipes import techniques
+from dkfac.tools.recipes.hyper import Hyper
 from dkfac.tools.recipes.loading import normalize_pixels
 from dkfac.tools.recipes.pictures_resnet import (
     IMAGENET_PIXELS,
@@ -27,7 +28,7 @@ from dkfac.tools.recipes.pictures_resnet import (
     load_pictures,
     num_classes,
 )
-from dkfac.tools.recipes.recipe import Examples, Hyper, Recipe, count_correct, positive_integer
+from dkfac.tools.recipes.recipe import Examples, Recipe, count_correct, positive_integer
 
 
 @dataclass(frozen=True, slots=True)

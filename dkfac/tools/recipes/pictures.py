@@ -116,7 +116,7 @@ def _image(source: Source, take: Callable[[Any], Any]) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ValueError("reading images needs Pillow: pip install 'dkfac[recipes]'") from error
+        raise ValueError("reading images needs Pillow: pip install pillow") from error
     try:
         with Image.open(io.BytesIO(source.content) if isinstance(source, Member) else source) as image:
             return take(image)

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
+from dkfac.tools.recipes.hyper import Hyper
 from dkfac.tools.recipes.loading import normalize_pixels
 from dkfac.tools.recipes.readers import LAYOUT, read_pictures
 from dkfac.tools.recipes.recipe import (
     Examples,
-    Hyper,
     Recipe,
     ScheduledSession,
     Session,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -148,6 +150,7 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
     log_every = max(1, run.num_steps // NUM_LOGGED)
     parts = _parts(run, end)
     losses: list[Tensor] = []
+    first, before = run.step, run.seconds
     bad, is_saved, begin = 0, True, time.perf_counter()
     with contextlib.closing(prefetch(run.train_set, parts, seed=hyper.seed, device=run.device)) as loaded:
         while run.step < end:
@@ -168,6 +171,7 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
             losses.clear()
             run.seconds += time.perf_counter() - begin
             _log_step(run, mean)
+            say(_pace(run, mean, end, (run.step - first) / max(run.seconds - before, 1e-9)))
             bad = 0 if math.isfinite(mean) else bad + 1
             _check(run, mean, bad, checks_weights=bad > 0 or saves or arrived is not None)
             if tests:
@@ -184,6 +188,20 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
     if not is_saved:
         say(saving.how_to_save(run))
     return reason
+
+
+def _pace(run: TrainingRun, loss: float, end: int, rate: float) -> str:
+    """Return a line about a step between tests. ``rate``: steps per second, without tests and checkpoints."""
+    left = (end - run.step) / rate
+    shown = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min" if left < 7200 else f"{left / 3600:.1f} h"
+    if run.device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(run.device)
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return (
+        f"at step {run.step} of {run.num_steps}, epoch {run.epoch:.2f}, loss {loss:.4f}, {rate:.1f} steps/s, "
+        f"{shown} left, {memory / 1e9:.2f} GB"
+    )
 
 
 def _check(run: TrainingRun, loss: float, bad: int, *, checks_weights: bool) -> None:
