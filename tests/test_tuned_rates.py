@@ -13,10 +13,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import tuned_rates as tuned
 
 BEST = {"alone": 0.5, "former": 1.25, "today": 1.25}
+WHOLE = {"whole": 1.25}
+"""Is trained at the rates of others, so its own best is never looked for."""
 
 
 def made_up(config, best=BEST, factor=0.1):
-    away = abs(math.log(config["lr"] / best[config["arm"]]))
+    away = abs(math.log(config["lr"] / (best | WHOLE)[config["arm"]]))
     return {"config": config, "loss": 1 + factor * away + 0.01 * config["seed"], "error_rate": 0.1}
 
 
@@ -30,11 +32,12 @@ def play(names, best=BEST):
 
 def test_rates_are_tried_with_one_seed_and_the_best_get_two_more():
     configs = [run["config"] for run in play(["resnet18"])]
-    assert len(configs) == 3 * 5 + 4 * 2
+    assert len(configs) == 3 * 5 + 4 * 2 + 2 * 3
     assert all(c["seed"] == 0 for c in configs[:15])
     later = {(c["arm"], c["lr"], c["seed"]) for c in configs[15:]}
     chosen = [*BEST.items(), ("today", BEST["alone"])]
-    assert later == {(arm, lr, seed) for arm, lr in chosen for seed in (1, 2)}
+    whole = {("whole", BEST[arm], seed) for arm in ("alone", "today") for seed in range(3)}
+    assert later == {(arm, lr, seed) for arm, lr in chosen for seed in (1, 2)} | whole
 
 
 @pytest.mark.parametrize(("extreme", "further"), [(0.01, [0.032, 0.013]), (100.0, [8.0, 20.0])])
@@ -43,7 +46,7 @@ def test_all_arms_get_rates_beyond_an_end_that_is_the_best_of_one(extreme, furth
     found = tuned.Found("resnet18", runs, tiny=False)
     assert set(found.rates) == {*tuned.CASES["resnet18"].rates, *further}
     assert found.rates == sorted(found.rates)
-    assert len([run for run in runs if run["config"]["seed"] == 0]) == 3 * 7
+    assert len([r for r in runs if r["config"]["seed"] == 0 and r["config"]["arm"] != "whole"]) == 3 * 7
     assert found.table(3)["former"]["at_edge"]
 
 
@@ -57,7 +60,7 @@ def test_runs_with_other_settings_are_not_taken_for_the_studys_own():
 def test_the_verdict_compares_medians(capsys):
     found = tuned.Found("resnet18", play(["resnet18"]), tiny=False)
     verdict = tuned.judge({"resnet18": found.table(3)})["resnet18"]
-    assert verdict["today_above_former"]["loss"] == 0
+    assert verdict["today_above_former"]["loss"] == verdict["today_above_whole"]["loss"] == 0
     assert verdict["at_alone_above_today"]["loss"] == pytest.approx(0.1 * math.log(2.5) / 1.01)
     said = capsys.readouterr().out
     assert "no worse" in said
