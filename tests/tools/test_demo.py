@@ -3,22 +3,23 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from dkfac.tools.recipes import demo, digits
+from dkfac.tools.recipes import demo, demo_training, digits
 
 ROOT = Path(__file__).parents[2]
 
 
-def curve(*accuracies: float, pace: float = 0.5) -> list[digits.Point]:
-    return [digits.Point(i, pace * i, 1.0, 1.0, accuracy) for i, accuracy in enumerate(accuracies, 1)]
+def curve(*losses: float, pace: float = 0.5) -> list[demo_training.DemoPoint]:
+    return [demo_training.DemoPoint(10 * i, pace * i, loss) for i, loss in enumerate(losses, 1)]
 
 
-EARLY, LATE = curve(0.97), curve(0.9, 0.96, 0.98)
+EARLY, LATE, SLOW = curve(0.3, 0.25), curve(0.5, 0.4, 0.3), curve(0.6, 0.5, 0.25)
 
 
 def execute(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -107,49 +108,71 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
     assert all(value > 0 for value in values)
 
 
+def test_both_arms_of_the_demo_start_from_the_same_weights_and_see_the_same_batches(monkeypatch):
+    seen: list[list[torch.Tensor]] = []
+    build = demo_training.build_sigmoid_autoencoder
+
+    def spy(seed):
+        model = build(seed)
+        seen.append([p.detach().clone() for p in model.parameters()])
+        model.register_forward_pre_hook(
+            lambda m, args: seen[-1].append(args[0].clone()) if len(args[0]) < 400 else None
+        )
+        return model
+
+    monkeypatch.setattr(demo_training, "build_sigmoid_autoencoder", spy)
+    for arm in demo_training.ARMS:
+        demo_training.train_autoencoder(demo_training.load_images(), replace(arm, steps=7), 5)
+    assert len(seen[0]) == 16 + 7
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_the_images_of_the_demo_are_in_range_and_apart():
+    train, test = demo_training.load_images()
+    assert train.shape[1] == test.shape[1] == 64
+    assert train.min() >= 0
+    assert max(train.max(), test.max()) == 1
+
+
+def test_a_curve_of_the_demo_ends_with_the_last_step_and_its_seconds_leave_tests_out():
+    times = iter(range(100))
+    arm = replace(demo_training.ARMS[0], steps=20)
+    points = demo_training.train_autoencoder(demo_training.load_images(), arm, 0, clock=lambda: float(next(times)))
+    assert [point.steps for point in points] == list(range(1, 21))
+    assert [point.seconds for point in points] == [float(i) for i in range(1, 21)]
+
+
 # --- what is said --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sgd", "kfac", "expected"),
+    ("alone", "other", "expected"),
     [
-        ([LATE, LATE], [EARLY, EARLY], "In epochs, K-FAC wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
-        ([EARLY, EARLY], [LATE, LATE], "In epochs, SGD wins: 1.00 against 3.00, 67% less, in 2 of 2 seeds."),
-        ([EARLY, EARLY], [EARLY, EARLY], "In epochs, a draw: 1.00 each."),
         (
-            [LATE, EARLY],
-            [EARLY, curve(0.9, 0.97)],
-            "K-FAC is ahead: 1.50 against 2.00, 25% less, in 1 of 2 seeds, which",
+            [LATE, LATE],
+            [EARLY, EARLY],
+            "K-FAC wins: {} after 0.5 s, AdamW after 1.5 s; K-FAC is faster in 2 of 2 seeds.",
         ),
-        ([LATE], [EARLY], "K-FAC is ahead: 1.00 against 3.00, 67% less, in 1 of 1 seeds, which may be chance."),
-        ([curve(0.9)], [curve(0.97)], "K-FAC wins: 97% was reached by SGD in 0 and by K-FAC in 1 of 1 runs"),
-        ([curve(0.97)] * 2, [curve(0.9), curve(0.97)], "SGD wins: 97% was reached by SGD in 2 and by K-FAC in 1 of 2"),
-        ([curve(0.9)], [curve(0.9)], "no verdict: 97% was reached by SGD in 0 and by K-FAC in 0 of 1 runs"),
+        ([EARLY] * 2, [SLOW] * 2, "AdamW wins: {} after 1.5 s, AdamW after 1.0 s; K-FAC is faster in 0 of 2 seeds."),
+        ([EARLY, EARLY], [EARLY, LATE], "AdamW wins: {} in 1 of 2 seeds."),
     ],
 )
-def test_the_verdict_names_the_winner_the_difference_and_the_seeds(sgd, kfac, expected):
-    assert expected in demo.target_verdict({"SGD": sgd, "K-FAC": kfac}, "epochs")
+def test_the_verdict_names_the_winner_the_seconds_and_the_seeds(alone, other, expected):
+    said = demo.verdicts({"AdamW": alone, "K-FAC": other})[0]
+    assert said == "In seconds, " + expected.format("K-FAC comes to AdamW's lowest loss")
 
 
-def test_who_wins_in_epochs_may_lose_in_seconds():
-    curves = {"SGD": [curve(0.9, 0.97, pace=0.1)] * 2, "K-FAC": [curve(0.97, pace=0.4)] * 2}
-    assert demo.target_verdict(curves, "epochs").startswith("In epochs, K-FAC wins")
-    assert demo.target_verdict(curves, "seconds").startswith("In seconds, SGD wins")
+def test_the_end_is_judged_by_the_last_loss():
+    curves = {"AdamW": [curve(0.2, 0.3), curve(0.3)], "K-FAC": [curve(0.4, 0.25), curve(0.4)]}
+    said = "In the final test loss, AdamW wins: K-FAC 0.3250, AdamW 0.3000; K-FAC is lower in 1 of 2 seeds."
+    assert demo.verdicts(curves)[1] == said
 
 
-def test_the_end_is_judged_by_the_last_accuracy():
-    curves = {"SGD": [curve(0.9, 0.99), curve(0.98)], "K-FAC": [curve(0.99, 0.97), curve(0.99)]}
-    assert demo.accuracy_verdict(curves) == "Final accuracy: SGD is ahead, 98.5% against 98.0%, in 1 of 2 seeds."
-    assert demo.accuracy_verdict({"SGD": [EARLY], "K-FAC": [EARLY]}) == "Final accuracy: a draw, 97.0% each."
-
-
-def test_the_table_says_when_the_target_was_missed():
-    text = demo.target_table({"SGD": [curve(0.9), curve(0.97)], "K-FAC": [curve(0.97, 0.99), curve(0.9, 0.98)]})
-    header, sgd, kfac = text.splitlines()
-    assert header.split("  ")[-1] == "seconds per epoch"
-    assert "reached in 1 of 2" in sgd
-    assert "1.50 (1.00 to 2.00)" in kfac
-    assert "98.5%" in kfac
+def test_the_table_has_means_and_ranges():
+    header, alone, other = demo.result_table({"AdamW": [LATE, EARLY], "K-FAC": [EARLY, EARLY]}).splitlines()
+    assert header.split("  ")[-1] == "seconds in all"
+    assert "0.2750 (0.2500 to 0.3000)" in alone
+    assert "0.2500 (0.2500 to 0.2500)" in other
 
 
 def test_off_a_terminal_the_progress_is_a_line_per_run_and_on_one_a_bar(capsys):
@@ -185,20 +208,11 @@ def test_off_a_terminal_the_progress_is_a_line_per_run_and_on_one_a_bar(capsys):
 def test_the_quick_demo_prints_a_table_and_a_verdict_and_writes_a_plot(tmp_path):
     result = execute("--quick", "--out", str(tmp_path / "new" / "folder"))
     assert result.returncode == 0, result.stderr
-    for expected in (
-        "epochs to 97%",
-        "seconds to 97%",
-        "final accuracy",
-        "SGD",
-        "K-FAC",
-        "In epochs",
-        "In seconds",
-        "Final accuracy: ",
-    ):
+    for expected in ("final test loss", "seconds in all", "AdamW", "K-FAC", "In seconds, ", "In the final test loss, "):
         assert expected in result.stdout
     assert "[2/2] seed 0 K-FAC" in result.stderr
     assert result.stderr.count("dkfac: ") == 1
-    image = (tmp_path / "new" / "folder" / "digits.png").read_bytes()
+    image = (tmp_path / "new" / "folder" / "autoencoder.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) > 10_000
 
@@ -206,8 +220,7 @@ def test_the_quick_demo_prints_a_table_and_a_verdict_and_writes_a_plot(tmp_path)
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--epochs", "0"), "epochs='0' is not an integer from 1 to 200"),
-        (("--epochs", "ten"), "epochs='ten' is not an integer from 1 to 200"),
+        (("--seeds", "ten"), "seeds='ten' is not an integer from 1 to 20"),
         (("--seeds", "21"), "seeds='21' is not an integer from 1 to 20"),
         (("--seeds=-1",), "seeds='-1' is not an integer from 1 to 20"),
         (("--out", "pyproject.toml"), "out='pyproject.toml' cannot be created as a folder"),
@@ -217,7 +230,7 @@ def test_the_quick_demo_prints_a_table_and_a_verdict_and_writes_a_plot(tmp_path)
 )
 def test_a_bad_flag_is_refused_with_code_2_before_anything_starts(flags, expected, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(digits, "load_digit_images", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(demo, "load_images", lambda: pytest.fail("started"))
     with pytest.raises(SystemExit) as end:
         demo.run_demo(flags)
     assert end.value.code == 2
@@ -236,5 +249,5 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra(package, tmp_path,
 
 def test_the_data_alone_name_the_extra_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'dkfac\[demo\]'"):
+    with pytest.raises(RuntimeError, match="pip install scikit-learn"):
         digits.load_digit_images()

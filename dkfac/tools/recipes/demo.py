@@ -1,4 +1,4 @@
-"""The demo: train a small CNN on handwritten digits with SGD and with K-FAC, from the same initial weights.
+"""The demo: train a deep autoencoder on handwritten digits with AdamW and with K-FAC, from the same initial weights.
 
 Input: command-line flags. Output: a table, a verdict and a plot. Owns: nothing between runs.
 """
@@ -12,27 +12,26 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, TextIO
 
 import torch
 
 import dkfac
-from dkfac.tools.recipes import digits
+from dkfac.tools.recipes.demo_training import ARMS, Arm, DemoPoint, load_images, train_autoencoder
 
-TARGET = 0.97
-_OPTIMIZERS = ("SGD", "K-FAC")
-_COLOURS = {"SGD": "#8a8a8a", "K-FAC": "#c1440e"}
-Curves = dict[str, list[list[digits.Point]]]
-"""For each optimizer, one curve per seed."""
+_COLOURS = ("#8a8a8a", "#c1440e")
+Curves = dict[str, list[list[DemoPoint]]]
+"""For each arm, alone first, one curve per seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    epochs: int
+    arms: tuple[Arm, ...]
     seeds: int
     processes: int
     out: Path
@@ -45,7 +44,7 @@ def run_demo(argv: Sequence[str] | None = None) -> int:
         for package in ("matplotlib", "sklearn"):
             importlib.import_module(package)
     except ImportError as error:
-        print(f"the demo needs {error.name}, which is not installed: pip install scikit-learn matplotlib", file=sys.stderr)
+        print(f"the demo needs {error.name}, which is missing: pip install scikit-learn matplotlib", file=sys.stderr)
         return 1
     if options.processes > 1 and "RANK" not in os.environ:
         return _start_ranks(options.processes, sys.argv[1:] if argv is None else list(argv))
@@ -53,16 +52,16 @@ def run_demo(argv: Sequence[str] | None = None) -> int:
     # make it ten times slower.
     torch.set_num_threads(1)
     place = dkfac.distributed.init()
-    data, recipe = digits.load_digit_images(), digits.DigitsConfig(epochs=options.epochs)
+    warnings.filterwarnings("ignore", "K-FAC may not pay off")  # by time per step; the demo shows whether it does
+    images = load_images()
     if place.rank == 0:
-        print(introduction(data, recipe, options.seeds, place.world_size))
-    curves = train_both(data, recipe, options.seeds, place)
+        print(introduction(images, options, place.world_size))
+    curves = train_arms(images, options, place)
     dkfac.distributed.end()
     if place.rank > 0:
         return 0
-    verdicts = [target_verdict(curves, "epochs"), target_verdict(curves, "seconds"), accuracy_verdict(curves)]
-    print("", target_table(curves), "", *verdicts, sep="\n")
-    path = options.out / "digits.png"
+    print("", result_table(curves), "", *verdicts(curves), sep="\n")
+    path = options.out / "autoencoder.png"
     plot(curves, path)
     print(f"plot: {path}")
     return 0
@@ -82,21 +81,21 @@ def _start_ranks(num_processes: int, flags: list[str]) -> int:
 def parse(argv: Sequence[str] | None) -> Options:
     """Parse and check the flags. An invalid flag exits with code 2 before anything starts."""
     parser = argparse.ArgumentParser(
-        prog="dkfac.tools.recipes.demo", description="Train a small CNN on handwritten digits with SGD and with K-FAC."
+        prog="dkfac.tools.recipes.demo",
+        description="Train a deep autoencoder on digits with AdamW and with K-FAC.",
     )
-    parser.add_argument("--epochs", type=_integer("epochs", 1, 200), help="length of each run (default 10)")
     parser.add_argument("--seeds", type=_integer("seeds", 1, 20), help="number of seeds to compare (default 5)")
     parser.add_argument("--processes", type=_integer("processes", 1, 16), default=2,
                         help="number of processes that share each batch (default %(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the plot (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="2 epochs and 1 seed unless set: a smoke test")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the steps, 1 seed: a smoke test")
     flags = parser.parse_args(argv)
     try:
         flags.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --out: out={str(flags.out)!r} cannot be created as a folder: {error.strerror}")
-    epochs, seeds = (2, 1) if flags.quick else (10, 5)
-    return Options(flags.epochs or epochs, flags.seeds or seeds, flags.processes, flags.out)
+    arms = tuple([replace(arm, steps=arm.steps // 20) for arm in ARMS]) if flags.quick else ARMS
+    return Options(arms, flags.seeds or (1 if flags.quick else 5), flags.processes, flags.out)
 
 
 def _integer(name: str, low: int, high: int) -> Any:
@@ -108,36 +107,35 @@ def _integer(name: str, low: int, high: int) -> Any:
     return convert
 
 
-def introduction(data: digits.Digits, recipe: digits.DigitsConfig, seeds: int, processes: int) -> str:
+def introduction(images: tuple[torch.Tensor, torch.Tensor], options: Options, processes: int) -> str:
     how = "one process" if processes == 1 else f"{processes} processes, which share each batch through DDP"
+    alone, other = options.arms
     return (
-        f"Handwritten digits: {len(data.train_labels):,} training and {len(data.held_out_labels)} test images of 8x8 "
-        f"pixels.\n"
-        f"SGD and K-FAC with default settings, same {seeds} seeds, same batches, same schedule: "
-        f"{recipe.epochs} epochs, batch {recipe.batch_size}, lr {recipe.lr:g} (SGD's best of a sweep), on {how}."
+        f"Handwritten digits: {len(images[0]):,} training and {len(images[1])} test images of 8x8 pixels. "
+        f"An autoencoder of eight layers with sigmoids compresses them to 8 numbers.\n"
+        f"AdamW alone (lr {alone.lr:g}, {alone.steps:,} steps) and with K-FAC's one line (lr {other.lr:g}, "
+        f"{other.steps:,} steps): each at its best learning rate of a sweep (benchmarks/demo_rates.py), with steps for "
+        f"about the same time, the same initial weights and form of schedule, {options.seeds} seeds, on {how}."
     )
 
 
 # --- training ------------------------------------------------------------------------------------------------
 
 
-def train_both(data: digits.Digits, recipe: digits.DigitsConfig, seeds: int, place: dkfac.distributed.Place) -> Curves:
-    """Train with both optimizers from each seed; they alternate in which one goes first."""
+def train_arms(images: tuple[torch.Tensor, torch.Tensor], options: Options, place: dkfac.distributed.Place) -> Curves:
+    """Train each arm from each seed; they alternate in which one goes first."""
     # A warm-up run: the first steps of a process load kernels, which must not count as training time of either
-    # optimizer. It also prints K-FAC's one-line announcement.
-    digits.train_digits(data, replace(recipe, epochs=1), {}, place=place)
-    curves: Curves = {name: [] for name in _OPTIMIZERS}
-    progress = ProgressBar(sys.stderr if place.rank == 0 else io.StringIO(), num_parts=2 * seeds)
-    for seed in range(seeds):
-        for name in _OPTIMIZERS if seed % 2 == 0 else reversed(_OPTIMIZERS):
-            label = f"seed {seed} {name}"
+    # arm. It also prints K-FAC's one-line announcement.
+    train_autoencoder(images, replace(options.arms[1], steps=20), 0, place=place, announce=True)
+    curves: Curves = {arm.name: [] for arm in options.arms}
+    progress = ProgressBar(sys.stderr if place.rank == 0 else io.StringIO(), num_parts=2 * options.seeds)
+    for seed in range(options.seeds):
+        for arm in options.arms if seed % 2 == 0 else reversed(options.arms):
 
-            def show(point: digits.Point, label: str = label) -> None:
-                note = f"epoch {point.epochs:4.1f}  test accuracy {point.accuracy:.1%}"
-                progress.show(label, point.epochs / recipe.epochs, note)
+            def show(point: DemoPoint, label: str = f"seed {seed} {arm.name}", steps: int = arm.steps) -> None:
+                progress.show(label, point.steps / steps, f"step {point.steps:4}  test loss {point.loss:.4f}")
 
-            options = {"announce": False} if name == "K-FAC" else None
-            curves[name].append(digits.train_digits(data, replace(recipe, seed=seed), options, show, place=place))
+            curves[arm.name].append(train_autoencoder(images, arm, seed, show, place=place))
             progress.next_part()
     return curves
 
@@ -173,108 +171,77 @@ class ProgressBar:
 # --- results -------------------------------------------------------------------------------------------------
 
 
-def to_target(curves: list[list[digits.Point]], unit: str) -> list[float | None]:
-    """Return the epochs or seconds to the target accuracy for each seed; None where it was not reached."""
-    points = [digits.first_reaching(curve, TARGET) for curve in curves]
-    return [None if point is None else float(getattr(point, unit)) for point in points]
+def seconds_to_match(curves: Curves) -> list[tuple[float, float | None]]:
+    """Return for each seed when the first arm reached its lowest test loss, and when the second one was as low."""
+    alone, other = curves.values()
+    found = []
+    for a, b in zip(alone, other, strict=True):
+        best = min(a, key=lambda point: point.loss)
+        found.append((best.seconds, next((point.seconds for point in b if point.loss <= best.loss), None)))
+    return found
 
 
-def target_table(curves: Curves) -> str:
-    """Return a table of means over the seeds, with the range of epochs and seconds to the target."""
-    rows: list[tuple[str, ...]] = [
-        ("", f"epochs to {TARGET:.0%}", f"seconds to {TARGET:.0%}", "final accuracy", "seconds per epoch")
-    ]
+def result_table(curves: Curves) -> str:
+    """Return a table of means over the seeds, with ranges."""
+    rows: list[tuple[str, ...]] = [("", "final test loss", "lowest test loss", "steps", "seconds in all")]
     for name, runs in curves.items():
-        accuracy = fmean(run[-1].accuracy for run in runs)
-        pace = fmean(run[-1].seconds / run[-1].epochs for run in runs)
-        cells = [_mean_and_range(to_target(runs, unit)) for unit in ("epochs", "seconds")]
-        rows.append((name, *cells, f"{accuracy:.1%}", f"{pace:.2f}"))
+        losses = [run[-1].loss for run in runs], [min(point.loss for point in run) for run in runs]
+        seconds = fmean(run[-1].seconds for run in runs)
+        rows.append((name, *map(_mean_and_range, losses), f"{runs[0][-1].steps:,}", f"{seconds:.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _mean_and_range(values: list[float | None]) -> str:
-    reached = [value for value in values if value is not None]
-    if len(reached) < len(values):
-        return f"reached in {len(reached)} of {len(values)}"
-    mean = f"{fmean(reached):.2f}"
-    return mean if len(reached) == 1 else f"{mean} ({min(reached):.2f} to {max(reached):.2f})"
+def _mean_and_range(values: list[float]) -> str:
+    mean = f"{fmean(values):.4f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.4f} to {max(values):.4f})"
 
 
-def target_verdict(curves: Curves, unit: str) -> str:
-    """Return which optimizer reaches the target in fewer epochs or seconds, by how much and in how many seeds."""
-    sgd, kfac = (to_target(curves[name], unit) for name in _OPTIMIZERS)
-    reached = [sum(value is not None for value in values) for values in (sgd, kfac)]
-    if sum(reached) < 2 * len(sgd):
-        counts = f"{TARGET:.0%} was reached by SGD in {reached[0]} and by K-FAC in {reached[1]} of {len(sgd)} runs"
-        if reached[0] == reached[1]:
-            return f"In {unit}, no verdict: {counts}."
-        return f"In {unit}, {_OPTIMIZERS[reached[1] > reached[0]]} wins: {counts}."
-    pairs = [(s, k) for s, k in zip(sgd, kfac, strict=True) if s is not None and k is not None]
-    means = fmean(s for s, _ in pairs), fmean(k for _, k in pairs)
-    if means[0] == means[1]:
-        return f"In {unit}, a draw: {means[0]:.2f} each."
-    winner, loser = (1, 0) if means[1] < means[0] else (0, 1)
-    gaps = [pair[loser] - pair[winner] for pair in pairs]
-    # Compare the gap with its standard error over the seeds: a gap that a few more seeds could reverse is no win.
-    clear = len(gaps) > 1 and fmean(gaps) > 2 * stdev(gaps) / len(gaps) ** 0.5
-    share = 1 - means[winner] / means[loser]
-    return (
-        f"In {unit}, {_OPTIMIZERS[winner]} {'wins' if clear else 'is ahead'}: {means[winner]:.2f} against "
-        f"{means[loser]:.2f}, {share:.0%} less, in {sum(gap > 0 for gap in gaps)} of {len(gaps)} seeds"
-        f"{'' if clear else ', which may be chance'}."
+def verdicts(curves: Curves) -> list[str]:
+    """Return who wins in seconds and in the final loss, by how much and in how many seeds."""
+    (alone, alones), (other, others) = curves.items()
+    times = seconds_to_match(curves)
+    reached = [(a, b) for a, b in times if b is not None]
+    if len(reached) < len(times):
+        first = f"{other} comes to {alone}'s lowest loss in {len(reached)} of {len(times)} seeds"
+        first = f"In seconds, {alone} wins: {first}."
+    else:
+        a, b = (fmean(column) for column in zip(*reached, strict=True))
+        first = (
+            f"In seconds, {other if b < a else alone} wins: {other} comes to {alone}'s lowest loss after {b:.1f} s, "
+            f"{alone} after {a:.1f} s; {other} is faster in {sum(b < a for a, b in reached)} of {len(times)} seeds."
+        )
+    ends = [(a[-1].loss, b[-1].loss) for a, b in zip(alones, others, strict=True)]
+    lower = sum(b < a for a, b in ends)
+    a, b = (fmean(column) for column in zip(*ends, strict=True))
+    second = (
+        f"In the final test loss, {other if b < a else alone} wins: {other} {b:.4f}, {alone} {a:.4f}; {other} is lower "
+        f"in {lower} of {len(ends)} seeds."
     )
-
-
-def accuracy_verdict(curves: Curves) -> str:
-    """Return which optimizer ends with the higher accuracy, and in how many seeds."""
-    pairs = list(zip(*([run[-1].accuracy for run in curves[name]] for name in _OPTIMIZERS), strict=True))
-    means = [fmean(column) for column in zip(*pairs, strict=True)]
-    if means[0] == means[1]:
-        return f"Final accuracy: a draw, {means[0]:.1%} each."
-    winner, loser = (1, 0) if means[1] > means[0] else (0, 1)
-    num_ahead = sum(pair[winner] > pair[loser] for pair in pairs)
-    return (
-        f"Final accuracy: {_OPTIMIZERS[winner]} is ahead, {means[winner]:.1%} against {means[loser]:.1%}, "
-        f"in {num_ahead} of {len(pairs)} seeds."
-    )
+    return [first, second]
 
 
 def plot(curves: Curves, path: Path) -> None:
-    """Plot test accuracy against epochs and against seconds: a thin line per seed, a thick one for the mean."""
+    """Plot test loss against seconds: a thin line per seed, a thick one for the mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, unit in zip(panels, ("epochs", "seconds"), strict=True):
-        for name, runs in curves.items():
-            xs = [[float(getattr(point, unit)) for point in run] for run in runs]
-            ys = [[point.accuracy for point in run] for run in runs]
-            for x, y in zip(xs, ys, strict=True):
-                panel.plot(x, y, color=_COLOURS[name], linewidth=0.8, alpha=0.35)
-            mean_x, mean_y = [[fmean(column) for column in zip(*rows, strict=True)] for rows in (xs, ys)]
-            panel.plot(mean_x, mean_y, color=_COLOURS[name], linewidth=2.2, label=name)
-        panel.axhline(TARGET, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
-        panel.set_title(", ".join(target_verdict(curves, unit).split(", ")[:2]).rstrip("."), loc="left", fontsize=10)
-        panel.set_xlabel("epochs" if unit == "epochs" else "seconds of training")
-        panel.set_xlim(left=0)
-        panel.set_ylim(0.8, 1.0)
-        panel.set_yticks([0.8, 0.85, 0.9, 0.95, 1.0])
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", linewidth=0.4, alpha=0.5)
-    panels[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    panels[0].set_ylabel("test accuracy")
-    panels[0].legend(frameon=False, loc="lower right")
-    panels[1].annotate(f"{TARGET:.0%}", (1, TARGET), xycoords=("axes fraction", "data"), xytext=(3, -3),
-                       textcoords="offset points", fontsize=9)  # fmt: skip
-    num_seeds = len(curves["SGD"])
-    figure.suptitle(
-        f"Handwritten digits, a small CNN: same initial weights, lr and schedule, "
-        f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
-    )
+    panel = figure.subplots()
+    for colour, (name, runs) in zip(_COLOURS, curves.items(), strict=True):
+        xs, ys = ([[getattr(p, what) for p in run] for run in runs] for what in ("seconds", "loss"))
+        for x, y in zip(xs, ys, strict=True):
+            panel.plot(x, y, color=colour, linewidth=0.8, alpha=0.35)
+        mean_x, mean_y = [[fmean(column) for column in zip(*rows, strict=True)] for rows in (xs, ys)]
+        panel.plot(mean_x, mean_y, color=colour, linewidth=2.2, label=name)
+    panel.set_title(verdicts(curves)[0].partition(";")[0].replace(": ", ":\n", 1), loc="left", fontsize=10)
+    panel.set_xlabel("seconds of training")
+    panel.set_ylabel("test loss")
+    panel.set_xlim(left=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", linewidth=0.4, alpha=0.5)
+    panel.legend(frameon=False)
     figure.savefig(path, dpi=130)
 
 
