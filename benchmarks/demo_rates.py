@@ -12,7 +12,7 @@ import torch
 from environment import write
 
 from dkfac.tools.recipes import demo_training as demo
-from dkfac.tools.recipes import digits
+from dkfac.tools.recipes.autoencoder import load_images
 
 RATES = {
     "AdamW": (0.005, 0.01, 0.02, 0.03),
@@ -21,12 +21,8 @@ RATES = {
 }
 
 
-def images() -> tuple[torch.Tensor, torch.Tensor]:
-    found = digits.load_digit_images("validation")
-    low, high = found.train_images.min(), found.train_images.max()
-    both = found.train_images, found.held_out_images
-    train, held = (((t.flatten(1) - low) / (high - low)).clamp(0, 1) for t in both)
-    return train, held
+def sgd(parameters, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
 
 
 def main() -> None:
@@ -35,18 +31,14 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/demo_rates_cpu.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    data, arms = images(), {arm.name: arm for arm in demo.ARMS}
+    data, arms = load_images("validation"), {arm.name: arm for arm in demo.ARMS}
     arms["SGD"] = replace(arms["AdamW"], name="SGD")
     found = []
     for name, rates in RATES.items():
         for lr in rates:
-            adamw = torch.optim.AdamW
-            if name == "SGD":
-                torch.optim.AdamW = lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)
-            try:
-                runs = [demo.train_autoencoder(data, replace(arms[name], lr=lr), seed) for seed in range(given.seeds)]
-            finally:
-                torch.optim.AdamW = adamw
+            how = {"make_optimizer": sgd} if name == "SGD" else {}
+            arm = replace(arms[name], lr=lr)
+            runs = [demo.train_autoencoder(data, arm, seed, **how) for seed in range(given.seeds)]
             row = {"arm": name, "lr": lr, "steps": arms[name].steps, "final": [run[-1].loss for run in runs]}
             found.append(row | {"median": median(row["final"]), "seconds": [run[-1].seconds for run in runs]})
             print(f"{name:6} lr {lr:6g}: {found[-1]['median']:.4f}", *(f"{x:.4f}" for x in row["final"]), flush=True)

@@ -64,7 +64,7 @@ class KFAC:
         optimizer, finds_scaler = found.optimizer, found.optimizer is not None and grad_scaler is None
         notices = Notices(self._model, self.layers, accumulation_is_set=found.settings.accumulate is not None)
         transport, errors = connect.connect(found)
-        self.settings = connect.without_idle_graphs(found.settings, transport.plan, asked="cuda_graph" in options)
+        self.settings = connect.without_idle_graphs(found.settings, transport.plan, settings, options)
         is_alone = not transport.program.transfers  # nothing to agree on
         how: dict[str, Any] = {"rank": transport.rank, "decides_alone": is_alone, "keep_error": errors.keep}
         self._collector = make_collector(self.layers, self.settings, grad_scaler, **how)

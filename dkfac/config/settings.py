@@ -94,8 +94,8 @@ class Settings(Meaning):
     solver: Solver = row.choice(
         "eigen", Solver, "decomposition",
         '`"eigen"`: exact damping. `"cholesky"`: factored damping, cheaper. `"warm-eigen"`: updates the last basis. If '
-        'you do not set it, KFAC uses `"warm-eigen"` on a GPU and with Adam, and on a GPU with `curvature="kfac"` '
-        '`"cholesky"`, unless eigenvalues are needed (scheduled damping, flattened maps).',
+        'you do not set it, KFAC uses `"warm-eigen"` with its default intervals and on a GPU; there with '
+        '`curvature="kfac"` `"cholesky"`, unless eigenvalues are needed (scheduled damping, flattened maps).',
         "it determines how factors are inverted")
     curvature: Curvature = row.choice(
         "auto", Curvature, "step",

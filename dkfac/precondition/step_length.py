@@ -1,4 +1,4 @@
-"""Compute the length of a step, except for curvatures that determine the length themselves.
+"""Compute the length of a step, except where the curvature has; with SGD, spread that over the layers.
 
 Input: gradients, and updates with their norms. Output: the factor by which each layer's update is multiplied, bitwise
 identical on all ranks. Owns: nothing.
@@ -101,11 +101,8 @@ class StepLength:
             return
         before = norms.of(layers).to(self.dtype)
         after = torch.where(sane, after, before)
-        elements = (
-            constants.constant(tuple([float(layer.spec.grad_elements) for layer in layers]), after.device, after.dtype)
-            if self.is_spread
-            else None
-        )
+        sizes = tuple([float(layer.spec.grad_elements) for layer in layers]) if self.is_spread else ()
+        elements = constants.constant(sizes, after.device, after.dtype) if sizes else None
         scales = scales_of(settings.rescale, before, after, sane, elements)
         if settings.rescale in trust_region.HELD and not settings.takes_steps:
             most = trust_region.largest_scale(torch.where(sane, products, 0.0), self._context.at("kl_clip"))

@@ -82,14 +82,15 @@ def _transport(layers: list[Layer], settings: Settings, process_group: Any, name
         raise
 
 
-def without_idle_graphs(settings: Settings, plan: Plan, *, asked: bool) -> Settings:
-    """Return the settings without CUDA graphs where they have no effect; warn if they were ``asked`` for."""
-    if not settings.cuda_graph or plan.shares_no_updates:
-        return settings
-    if asked:
+def without_idle_graphs(chosen: Settings, plan: Plan, given: Settings | None, options: dict[str, Any]) -> Settings:
+    """Return the settings without CUDA graphs where they have no effect; warn if they were asked for."""
+    if not chosen.cuda_graph or plan.shares_no_updates:
+        return chosen
+    if given is not None or "cuda_graph" in options:
         what = f"strategy={plan.strategy!r}" if plan.sharding is None else "parameters that are split over ranks"
-        warnings.warn(f"cuda_graph has no effect with {what}: ranks send each other updates", stacklevel=3)
-    return replace(settings, cuda_graph=False)
+        why = 'ranks send each other updates in every step, as they do not with strategy="comm-opt" or "replicated"'
+        warnings.warn(f"cuda_graph has no effect with {what}: {why}", stacklevel=3)
+    return replace(chosen, cuda_graph=False)
 
 
 def check_several_ranks(settings: Settings, specs: list[LayerSpec], *, by_nccl: bool) -> None:

@@ -145,6 +145,18 @@ def test_ranks_that_send_each_other_updates_go_without_graphs(gpu, strategy):
         on_threads(2, functools.partial(attach, strategy=strategy, cuda_graph=True))
 
 
+def attach_with_settings(rank):
+    with KFAC(
+        build(), settings=Settings(strategy="sharded", cuda_graph=True, solver="cholesky", announce=False)
+    ) as kfac:
+        return kfac.settings.cuda_graph
+
+
+def test_graphs_that_settings_ask_for_in_vain_are_told():
+    with pytest.warns(UserWarning, match='has no effect with strategy=.sharded.: .*strategy="comm-opt"'):
+        assert on_threads(2, attach_with_settings) == [False, False]
+
+
 OPTIONS = {
     "curvature": ("kfac", "adam-eigen", "ekfac", "adaptive"), "rescale": ("kl-clip", "norm", "none"),
     "norm_form": ("full", "unit"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dkfac.tools.recipes import demo, demo_training, digits
+from dkfac.tools.recipes import autoencoder, demo, demo_training, digits
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_almost_zero():
 
 def test_both_arms_of_the_demo_start_from_the_same_weights_and_see_the_same_batches(monkeypatch):
     seen: list[list[torch.Tensor]] = []
-    build = demo_training.build_sigmoid_autoencoder
+    build = demo_training.build_autoencoder
 
     def spy(seed):
         model = build(seed)
@@ -120,15 +120,15 @@ def test_both_arms_of_the_demo_start_from_the_same_weights_and_see_the_same_batc
         )
         return model
 
-    monkeypatch.setattr(demo_training, "build_sigmoid_autoencoder", spy)
+    monkeypatch.setattr(demo_training, "build_autoencoder", spy)
     for arm in demo_training.ARMS:
-        demo_training.train_autoencoder(demo_training.load_images(), replace(arm, steps=7), 5)
+        demo_training.train_autoencoder(autoencoder.load_images(), replace(arm, steps=7), 5)
     assert len(seen[0]) == 16 + 7
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 def test_the_images_of_the_demo_are_in_range_and_apart():
-    train, test = demo_training.load_images()
+    train, test = autoencoder.load_images()
     assert train.shape[1] == test.shape[1] == 64
     assert train.min() >= 0
     assert max(train.max(), test.max()) == 1
@@ -137,7 +137,7 @@ def test_the_images_of_the_demo_are_in_range_and_apart():
 def test_a_curve_of_the_demo_ends_with_the_last_step_and_its_seconds_leave_tests_out():
     times = iter(range(100))
     arm = replace(demo_training.ARMS[0], steps=20)
-    points = demo_training.train_autoencoder(demo_training.load_images(), arm, 0, clock=lambda: float(next(times)))
+    points = demo_training.train_autoencoder(autoencoder.load_images(), arm, 0, clock=lambda: float(next(times)))
     assert [point.steps for point in points] == list(range(1, 21))
     assert [point.seconds for point in points] == [float(i) for i in range(1, 21)]
 

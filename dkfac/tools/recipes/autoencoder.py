@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
+from dkfac.tools.recipes import digits
 from dkfac.tools.recipes.hyper import Hyper
 from dkfac.tools.recipes.recipe import Examples, Recipe, ScheduledSession, Session
 from dkfac.tools.recipes.tensors import Tensors
@@ -21,25 +22,29 @@ SIZES = (64, 128, 64, 32, 8, 32, 64, 128, 64)
 def _load(path: str | None, hyper: Hyper) -> tuple[Examples, Examples]:
     if path is not None:
         raise ValueError("autoencoder has its own data: omit --data")
-    from dkfac.tools.recipes import digits
+    train, test = load_images()
+    return Tensors(train, train), Tensors(test, test)
 
-    found = digits.load_digit_images()
+
+def load_images(held_out: digits.EvalSplit = "test") -> tuple[Tensor, Tensor]:
+    """Return training and held-out images, ``[N, 64]``, between 0 and 1."""
+    found = digits.load_digit_images(held_out)
     low = min(float(found.train_images.min()), float(found.held_out_images.min()))
     high = max(float(found.train_images.max()), float(found.held_out_images.max()))
     train, test = ((t.flatten(1) - low) / (high - low) for t in (found.train_images, found.held_out_images))
-    return Tensors(train, train), Tensors(test, test)
+    return train, test
 
 
 def _build(examples: Examples, hyper: Hyper) -> nn.Module:
     return build_autoencoder()
 
 
-def build_autoencoder() -> nn.Module:
+def build_autoencoder(activation: type[nn.Module] = nn.Tanh) -> nn.Module:
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(SIZES)):
         layers.append(nn.Linear(a, b))
         if i not in (len(SIZES) // 2 - 1, len(SIZES) - 2):  # the code and the logits are linear
-            layers.append(nn.Tanh())
+            layers.append(activation())
     return nn.Sequential(*layers)
 
 

@@ -22,7 +22,8 @@ from typing import Any, TextIO
 import torch
 
 import dkfac
-from dkfac.tools.recipes.demo_training import ARMS, Arm, DemoPoint, load_images, train_autoencoder
+from dkfac.tools.recipes.autoencoder import load_images
+from dkfac.tools.recipes.demo_training import ARMS, Arm, DemoPoint, train_autoencoder
 
 _COLOURS = ("#8a8a8a", "#c1440e")
 Curves = dict[str, list[list[DemoPoint]]]

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dkfac
-from dkfac.tools.recipes import digits
-from dkfac.tools.recipes.autoencoder import SIZES
+from dkfac.tools.recipes.autoencoder import build_autoencoder
 
 BATCH = 300
 WARMUP = 0.1
@@ -51,26 +50,6 @@ class DemoPoint:
     loss: float
 
 
-def load_images() -> tuple[Tensor, Tensor]:
-    """Return training and test images, ``[N, 64]``, between 0 and 1."""
-    found = digits.load_digit_images()
-    low = min(float(found.train_images.min()), float(found.held_out_images.min()))
-    high = max(float(found.train_images.max()), float(found.held_out_images.max()))
-    train, test = ((t.flatten(1) - low) / (high - low) for t in (found.train_images, found.held_out_images))
-    return train, test
-
-
-def build_sigmoid_autoencoder(seed: int) -> nn.Module:
-    """Return eight Linear layers, with sigmoids except after the code of 8 numbers and the output."""
-    torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(itertools.pairwise(SIZES)):
-        layers.append(nn.Linear(a, b))
-        if i not in (len(SIZES) // 2 - 1, len(SIZES) - 2):
-            layers.append(nn.Sigmoid())
-    return nn.Sequential(*layers)
-
-
 def train_autoencoder(
     images: tuple[Tensor, Tensor],
     arm: Arm,
@@ -79,13 +58,15 @@ def train_autoencoder(
     *,
     place: dkfac.distributed.Place | None = None,
     announce: bool = False,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[DemoPoint]:
     """Train and return the curve. ``place``: this rank, if several ranks share each batch through DDP."""
     train, test = images
-    model = build_sigmoid_autoencoder(seed)
+    torch.manual_seed(seed)
+    model = build_autoencoder(nn.Sigmoid)
     network = model if place is None or place.is_alone else nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arm.lr)
+    optimizer = make_optimizer(model.parameters(), lr=arm.lr)
     rise = max(1, round(WARMUP * arm.steps))
     shape = lambda n: min((n + 1) / rise, (arm.steps - n) / max(1, arm.steps - rise))  # noqa: E731
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)

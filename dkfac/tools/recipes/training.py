@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,6 +22,7 @@ from dkfac.tools.recipes import saving
 from dkfac.tools.recipes.folder import Log, factor_spectra
 from dkfac.tools.recipes.job import TrainingJob, TrainingRun
 from dkfac.tools.recipes.loading import batch_indices, micro_batches, prefetch
+from dkfac.tools.recipes.pace import pace_line
 from dkfac.tools.recipes.recipe import Examples, Session, build_optimizer
 from dkfac.tools.recipes.signals import Signals
 
@@ -171,7 +170,7 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
             losses.clear()
             run.seconds += time.perf_counter() - begin
             _log_step(run, mean)
-            say(_pace(run, mean, end, (run.step - first) / max(run.seconds - before, 1e-9)))
+            say(pace_line(run, mean, end, (run.step - first) / max(run.seconds - before, 1e-9)))
             bad = 0 if math.isfinite(mean) else bad + 1
             _check(run, mean, bad, checks_weights=bad > 0 or saves or arrived is not None)
             if tests:
@@ -188,20 +187,6 @@ def _steps(run: TrainingRun, signals: Signals, say: Callable[[str], None], watch
     if not is_saved:
         say(saving.how_to_save(run))
     return reason
-
-
-def _pace(run: TrainingRun, loss: float, end: int, rate: float) -> str:
-    """Return a line about a step between tests. ``rate``: steps per second, without tests and checkpoints."""
-    left = (end - run.step) / rate
-    shown = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min" if left < 7200 else f"{left / 3600:.1f} h"
-    if run.device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(run.device)
-    else:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return (
-        f"at step {run.step} of {run.num_steps}, epoch {run.epoch:.2f}, loss {loss:.4f}, {rate:.1f} steps/s, "
-        f"{shown} left, {memory / 1e9:.2f} GB"
-    )
 
 
 def _check(run: TrainingRun, loss: float, bad: int, *, checks_weights: bool) -> None:
